@@ -1,0 +1,1 @@
+"""Writers of portable files from a lowered graph."""

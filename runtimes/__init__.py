@@ -1,0 +1,1 @@
+"""Run, verify and time what the exporters wrote. Nothing here needs torch."""

@@ -1,0 +1,39 @@
+"""ul2q: compress trained PyTorch networks to 1-8 bit weights that run on integer kernels.
+
+The names below are loaded on first use, so that ``import ul2q`` stays fast and needs neither torch nor keras.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from ul2q.pipeline.checkpoint import load_checkpoint
+    from ul2q.pipeline.compress import CompressedModel, compress
+    from ul2q.pipeline.config import QuantConfig
+
+_LAZY = {
+    "CompressedModel": "ul2q.pipeline.compress",
+    "QuantConfig": "ul2q.pipeline.config",
+    "compress": "ul2q.pipeline.compress",
+    "load_checkpoint": "ul2q.pipeline.checkpoint",
+}
+
+__all__ = ["CompressedModel", "QuantConfig", "__version__", "compress", "load_checkpoint"]
+
+
+def __getattr__(name: str) -> object:
+    """Import the public name ``name`` from the module that defines it (PEP 562).
+
+    Returns:
+        The public object.
+
+    Raises:
+        AttributeError: there is no such public name.
+    """
+    if name not in _LAZY:
+        raise AttributeError(f"module 'ul2q' has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)
