@@ -1,1 +1,110 @@
-"""Architectures by name."""
+"""Architectures by name: one file an architecture, found by its file name and imported only when asked for.
+
+A file ``models/<name>.py`` becomes the architecture ``<name>`` by defining ``ARCHITECTURE``; nothing else has
+to be registered. Files whose name begins with an underscore hold shared parts.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ul2q.pipeline.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["Architecture", "arguments_for", "build", "get", "input_shape", "names"]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What a file in this folder offers.
+
+    Attributes:
+        build: makes the network from keyword arguments of plain JSON types. It takes ``in_channels`` and
+            ``num_classes``, and ``input_size`` (height, width) if the weights depend on it.
+        input_shape: (C, H, W) of one input when no argument is given.
+        num_classes: classes when no argument is given.
+    """
+
+    build: Callable[..., nn.Module]
+    input_shape: tuple[int, int, int]
+    num_classes: int
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the arguments that ``build`` takes."""
+        return tuple(inspect.signature(self.build).parameters)
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all architectures, sorted; no architecture is imported for it."""
+    found = (module.name for module in pkgutil.iter_modules(__path__))
+    return tuple(sorted(name for name in found if not name.startswith("_")))
+
+
+def get(name: str) -> Architecture:
+    """Return the architecture ``name``.
+
+    Raises:
+        UsageError: there is none of that name; the message names the nearest.
+    """
+    known = names()
+    if name not in known:
+        near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(known)}"
+        raise UsageError(f"unknown architecture {name!r}: {hint}")
+    architecture: Architecture = importlib.import_module(f"{__name__}.{name}").ARCHITECTURE
+    return architecture
+
+
+def build(name: str, **args: Any) -> nn.Module:
+    """Make the network ``name`` with fresh weights from torch's global generator.
+
+    Args:
+        name: an architecture of ``names()``.
+        **args: arguments of the architecture, plain JSON types.
+
+    Returns:
+        The network in training mode.
+
+    Raises:
+        UsageError: unknown name, unknown argument, or a value that the architecture refuses.
+    """
+    architecture = get(name)
+    if unknown := sorted(set(args) - set(architecture.parameters)):
+        takes = ", ".join(architecture.parameters)
+        raise UsageError(f"{name} does not take {', '.join(unknown)}: its arguments are {takes}")
+    return architecture.build(**args)
+
+
+def arguments_for(name: str, shape: tuple[int, ...], num_classes: int) -> dict[str, Any]:
+    """Return the arguments with which ``name`` fits inputs of ``shape`` (C, H, W) and so many classes.
+
+    Raises:
+        UsageError: unknown name, or ``shape`` is not (C, H, W).
+    """
+    if len(shape) != 3:
+        raise UsageError(f"{name} takes images (C, H, W), the data have shape {tuple(shape)}")
+    args: dict[str, Any] = {"in_channels": shape[0], "num_classes": num_classes}
+    if "input_size" in get(name).parameters:
+        args["input_size"] = [shape[1], shape[2]]
+    return args
+
+
+def input_shape(name: str, args: dict[str, Any] | None = None) -> tuple[int, int, int]:
+    """Return the (C, H, W) that ``name`` is meant for when built with ``args``.
+
+    Raises:
+        UsageError: unknown name.
+    """
+    args = args or {}
+    channels, height, width = get(name).input_shape
+    height, width = args.get("input_size", (height, width))
+    return args.get("in_channels", channels), height, width
