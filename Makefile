@@ -1,0 +1,41 @@
+# Everything runs in .venv, which is made on first use and again when pyproject.toml changes.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format bench docs clean
+
+help: ## List these targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	@touch $@
+
+demo: $(READY) ## Train LeNet-5 on real digits, compress it to 2 bits, check it in ONNX Runtime, print the report
+	$(BIN)/pipeline demo --overwrite -o demo
+
+test: $(READY) ## Run all tests
+	$(BIN)/pytest
+
+lint: $(READY) ## Check style, docstrings, types and the order of imports between folders
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(READY) ## Rewrite the code in the project's format
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: $(READY) ## Run every script in benchmarks/; each prints what it measured
+	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+docs: $(READY) ## Write the API reference to build/docs
+	$(BIN)/pdoc --docformat google --math --output-directory build/docs ul2q
+
+clean: ## Remove the virtual environment and everything built
+	rm -rf $(VENV) build dist demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage
