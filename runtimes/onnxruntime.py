@@ -1,0 +1,349 @@
+"""Run, inspect and measure ONNX files in ONNX Runtime on the CPU. Needs NumPy, ONNX and ONNX Runtime only.
+
+Arrays are [N, ...]: the first dimension of every input and output is the batch.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnxruntime as ort
+from google.protobuf.message import DecodeError
+from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+from ul2q.pipeline.errors import JobError, UsageError
+from ul2q.runtimes.inputs import Array, checked_feeds, example_input
+
+Model = Path | str | bytes | onnx.ModelProto
+
+_ERROR_SEVERITY = 3
+_LOAD_ERRORS = (
+    state.Fail,
+    state.InvalidArgument,
+    state.InvalidGraph,
+    state.InvalidProtobuf,
+    state.NoSuchFile,
+    state.NotImplemented,
+    state.RuntimeException,
+)
+_RUN_ERRORS = (state.Fail, state.InvalidArgument, state.NotImplemented, state.RuntimeException)
+
+
+def _first_line(error: BaseException) -> str:
+    # The runtime's message without its prefix and without what follows the first line.
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return line.split(" : ")[-1] if line.startswith("[ONNXRuntimeError]") else line
+
+
+def _readable_file(path: Path) -> None:
+    """Refuse a path that cannot be a model.
+
+    Raises:
+        UsageError: ``path`` is missing, a directory or empty.
+    """
+    if path.is_dir():
+        raise UsageError(f"{path} is a directory: give an ONNX file, for example {path / 'model.onnx'}")
+    if not path.exists():
+        raise UsageError(f"{path} does not exist: give the path of an ONNX file")
+    if path.stat().st_size == 0:
+        raise UsageError(f"{path} is empty: the download or the export that made it did not finish")
+
+
+def load_model(model: Model, *, external_data: bool = True) -> onnx.ModelProto:
+    """Read an ONNX model.
+
+    Args:
+        model: a path, serialised bytes, or a model (returned as it is).
+        external_data: also read the tensors stored in files beside ``model``.
+
+    Returns:
+        The model.
+
+    Raises:
+        UsageError: the file is missing, not ONNX, or truncated.
+    """
+    if isinstance(model, onnx.ModelProto):
+        return model
+    name = "the model" if isinstance(model, bytes) else str(model)
+    try:
+        if isinstance(model, bytes):
+            proto = onnx.load_model_from_string(model)
+        else:
+            _readable_file(Path(model))
+            proto = onnx.load(model, load_external_data=external_data)
+    except DecodeError as error:
+        raise UsageError(f"{name} is not an ONNX file, or it is truncated: export it again") from error
+    except (onnx.checker.ValidationError, FileNotFoundError) as error:
+        raise UsageError(
+            f"{name} cannot be read: {_first_line(error)}; keep its data files beside it"
+        ) from error
+    if not proto.graph.node:
+        raise UsageError(f"{name} is not an ONNX file, or its graph is empty: export it again")
+    return proto
+
+
+def metadata(model: Model) -> dict[str, str]:
+    """Read the key-value strings that an exporter wrote into ``model``.
+
+    Returns:
+        Key to value.
+    """
+    return {entry.key: entry.value for entry in load_model(model, external_data=False).metadata_props}
+
+
+def session(
+    model: Model,
+    threads: int | None = None,
+    *,
+    low_memory: bool = False,
+    spinning: bool = True,
+    optimized_path: Path | None = None,
+) -> ort.InferenceSession:
+    """Load ``model`` on the CPU.
+
+    Args:
+        model: a path, serialised bytes, or a model in memory.
+        threads: threads within an operator; None lets the runtime use all cores.
+        low_memory: keep no second, prepacked copy of the weights and no memory arena; slower.
+        spinning: idle threads spin for a while before they sleep, which is faster for one session alone.
+        optimized_path: where to write the graph that the runtime made of the model.
+
+    Returns:
+        The session.
+
+    Raises:
+        UsageError: the file is missing, not ONNX, or truncated, or this ONNX Runtime cannot load it.
+    """
+    options = ort.SessionOptions()
+    options.log_severity_level = _ERROR_SEVERITY
+    # Without it, CPUs whose u8*s8 kernels add pairs in saturating int16 give wrong sums for weights beyond
+    # +-64. Other CPUs ignore it.
+    options.add_session_config_entry("session.x64quantprecision", "1")
+    if threads is not None:
+        options.intra_op_num_threads = threads
+    if not spinning:
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    if low_memory:
+        options.enable_cpu_mem_arena = False
+        options.enable_mem_pattern = False
+        options.add_session_config_entry("session.disable_prepacking", "1")
+    if optimized_path is not None:
+        options.optimized_model_filepath = str(optimized_path)
+    if isinstance(model, onnx.ModelProto):
+        name, source = "the model", model.SerializeToString()
+    elif isinstance(model, bytes):
+        name, source = "the model", model
+    else:
+        _readable_file(Path(model))
+        name, source = str(model), str(model)
+    try:
+        return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+    except state.InvalidProtobuf as error:
+        raise UsageError(f"{name} is not an ONNX file, or it is truncated: export it again") from error
+    except _LOAD_ERRORS as error:
+        raise UsageError(
+            f"ONNX Runtime {ort.__version__} cannot load {name}: {_first_line(error)}"
+        ) from error
+
+
+def run(
+    live: ort.InferenceSession, inputs: npt.ArrayLike | Mapping[str, npt.ArrayLike], batch: int = 256
+) -> dict[str, Array]:
+    """Run a session over all samples, ``batch`` at a time.
+
+    Args:
+        live: from ``session``.
+        inputs: [N, ...] for a model with one input, else one such array per input name.
+        batch: samples per call; a model with a fixed batch size is called with that size.
+
+    Returns:
+        Every output of the model by name, [N, ...].
+
+    Raises:
+        UsageError: an input does not fit the model.
+        JobError: the runtime failed, or an output has no batch dimension.
+    """
+    feeds = checked_feeds(live, inputs)
+    samples = len(next(iter(feeds.values())))
+    fixed = next((spec.shape[0] for spec in live.get_inputs() if isinstance(spec.shape[0], int)), None)
+    if fixed and samples % fixed:
+        raise UsageError(f"the model takes exactly {fixed} samples at a time, given are {samples}")
+    step = fixed or batch
+    names = [output.name for output in live.get_outputs()]
+    parts: list[list[Array]] = []
+    for start in range(0, samples, step):
+        part = {name: x[start : start + step] for name, x in feeds.items()}
+        try:
+            parts.append(live.run(names, part))
+        except _RUN_ERRORS as error:
+            raise JobError(f"ONNX Runtime stopped at samples {start}..: {_first_line(error)}") from error
+    for name, value in zip(names, parts[0], strict=True):
+        if value.shape[:1] != (min(step, samples),):
+            raise JobError(
+                f"output {name!r} has shape {list(value.shape)}: its first dimension is not the batch"
+            )
+    return {name: np.concatenate([part[i] for part in parts]) for i, name in enumerate(names)}
+
+
+def outputs(
+    model: Model,
+    names: Sequence[str],
+    inputs: npt.ArrayLike | Mapping[str, npt.ArrayLike],
+    *,
+    batch: int = 256,
+    threads: int | None = None,
+) -> dict[str, Array]:
+    """Run a copy of ``model`` that also gives the tensors ``names`` from inside it.
+
+    Args:
+        model: a path, serialised bytes, or a model.
+        names: tensors of the graph, for example outputs of QuantizeLinear; the runtime keeps them apart
+            from its fusions only where a fusion would swallow them, so choose tensors at which fused
+            operators begin and end.
+        inputs: as for ``run``.
+        batch: samples per call.
+        threads: as for ``session``.
+
+    Returns:
+        The tensors ``names``, [N, ...], in that order.
+
+    Raises:
+        UsageError: the model has no such tensor, or see ``session`` and ``run``.
+    """
+    copy = onnx.ModelProto()
+    copy.CopyFrom(load_model(model))
+    made = {name for node in copy.graph.node for name in node.output}
+    if missing := [name for name in names if name not in made]:
+        raise UsageError(f"the model has no tensors {missing}")
+    present = {output.name for output in copy.graph.output}
+    extra = [name for name in dict.fromkeys(names) if name not in present]
+    copy.graph.output.extend(onnx.helper.make_empty_tensor_value_info(name) for name in extra)
+    values = run(session(copy, threads), inputs, batch)
+    return {name: values[name] for name in names}
+
+
+def operators(model: Model) -> dict[str, int]:
+    """Count the operators that ONNX Runtime really executes, after its own optimisation.
+
+    Returns:
+        Operator type to number of nodes, most frequent first.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "optimized.onnx"
+        session(model, 1, optimized_path=path)
+        graph = onnx.load(path, load_external_data=False).graph
+    counts = Counter(node.op_type for node in graph.node)
+    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+
+
+def bench(
+    model: Model,
+    against: Model | None = None,
+    *,
+    threads: int = 1,
+    runs: int = 100,
+    inputs: Mapping[str, Array] | None = None,
+) -> dict[str, Any]:
+    """Measure the time of one call with one sample, and the ratio to another model.
+
+    Both models take turns in one process, in changing order, and idle threads do not spin, so that drifting
+    clock speeds and the other model's threads weigh on both alike.
+
+    Args:
+        model: the model to measure.
+        against: the model to compare with.
+        threads: threads within an operator.
+        runs: timed calls of each model.
+        inputs: what to feed; drawn at random if None.
+
+    Returns:
+        ``median_ms``, ``p95_ms``, ``against_median_ms`` and ``ratio`` (``model`` / ``against``, null without
+        one), ``threads``, ``runs`` and ``operators`` (see ``operators``).
+
+    Raises:
+        UsageError: ``runs`` or ``threads`` is not positive, or see ``session`` and ``example_input``.
+    """
+    if runs < 1 or threads < 1:
+        raise UsageError(f"runs is {runs} and threads is {threads}: both must be at least 1")
+    live = [session(m, threads, spinning=False) for m in (model, against) if m is not None]
+    feeds = [inputs if inputs is not None else example_input(one) for one in live]
+    seconds: list[list[float]] = [[] for _ in live]
+    warm_up = max(3, runs // 10)
+    for turn in range(-warm_up, runs):
+        order = range(len(live)) if turn % 2 else reversed(range(len(live)))
+        for i in order:
+            begin = time.perf_counter()
+            live[i].run(None, feeds[i])
+            if turn >= 0:
+                seconds[i].append(time.perf_counter() - begin)
+    medians = [1e3 * float(np.median(times)) for times in seconds]
+    return {
+        "median_ms": medians[0],
+        "p95_ms": 1e3 * float(np.percentile(seconds[0], 95)),
+        "against_median_ms": medians[1] if against is not None else None,
+        "ratio": medians[0] / medians[1] if against is not None else None,
+        "threads": threads,
+        "runs": runs,
+        "operators": operators(model),
+    }
+
+
+def own_peak_rss() -> int:
+    """Measure this process.
+
+    Returns:
+        The largest resident memory so far in bytes.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage would count the parent's memory too: Linux carries it over fork and exec
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
+    import resource  # not there on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def load_and_run_once(path: str, low_memory: bool) -> int:
+    """Load ``path`` and run it once with one sample: what ``peak_rss`` does in a new process.
+
+    Returns:
+        This process's peak resident memory in bytes.
+    """
+    live = session(path, 1, low_memory=low_memory)
+    live.run(None, example_input(live))
+    return own_peak_rss()
+
+
+def peak_rss(path: Path | str, *, low_memory: bool = False) -> int:
+    """Measure the memory that loading ``path`` and running it once takes, in a process of its own.
+
+    Args:
+        path: an ONNX file.
+        low_memory: as for ``session``.
+
+    Returns:
+        Peak resident memory of the whole process in bytes: Python, the runtime's libraries and the model.
+
+    Raises:
+        JobError: the process failed.
+        UsageError: the file is missing, not ONNX, or truncated.
+    """
+    load_model(path, external_data=False)
+    code = f"import {__name__} as r, sys; print(r.load_and_run_once(sys.argv[1], {low_memory}))"
+    command = [sys.executable, "-c", code, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["killed"])[-1]
+        raise JobError(f"memory of {path} could not be measured: {reason}")
+    return int(done.stdout)

@@ -1,0 +1,199 @@
+"""Sessions, runs, errors, inner tensors, operators and measurements in ONNX Runtime."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from ul2q.pipeline.errors import JobError, UsageError
+from ul2q.runtimes import onnxruntime as runtime
+
+MakeMatmul = Callable[..., onnx.ModelProto]
+
+
+def naive_codes(conv: onnx.ModelProto, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Codes before and after the convolution, one number at a time."""
+    weight = next(numpy_helper.to_array(t) for t in conv.graph.initializer if t.name == "w").astype(int)
+    xq = np.clip(np.rint(x / np.float32(0.02)) + 128, 0, 255).astype(int)
+    multiplier = np.float32(np.float32(0.02) * np.float32(0.01)) / np.float32(0.05)
+    yq = np.empty((len(x), 2, 4, 4), int)
+    for n, channel, i, j in np.ndindex(*yq.shape):
+        total = int(((xq[n, 0, i : i + 3, j : j + 3] - 128) * weight[channel, 0]).sum())
+        yq[n, channel, i, j] = np.clip(np.rint(np.float32(total) * multiplier) + 128, 0, 255)
+    return xq, yq
+
+
+def test_outputs_gives_the_codes_inside_a_fused_model(conv: onnx.ModelProto) -> None:
+    x = np.random.default_rng(2).standard_normal((5, 1, 6, 6)).astype(np.float32)
+    before = conv.SerializeToString()
+    got = runtime.outputs(conv, ["yq", "xq"], x, batch=2)
+    xq, yq = naive_codes(conv, x)
+    assert list(got) == ["yq", "xq"]
+    np.testing.assert_array_equal(got["xq"], xq)
+    np.testing.assert_array_equal(got["yq"], yq)
+    assert conv.SerializeToString() == before
+    np.testing.assert_array_equal(runtime.outputs(conv, ["logits", "yq"], x)["yq"], yq)
+    with pytest.raises(UsageError, match=r"no tensors \['nowhere'\]"):
+        runtime.outputs(conv, ["nowhere"], x)
+
+
+@pytest.mark.parametrize("low_memory", [False, True])
+@pytest.mark.parametrize("batch", [1, 3, 7, 100])
+def test_run_is_the_same_for_every_batch_size(conv_path: Path, batch: int, low_memory: bool) -> None:
+    x = np.random.default_rng(3).standard_normal((7, 1, 6, 6)).astype(np.float32)
+    _, yq = naive_codes(onnx.load(conv_path), x)
+    got = runtime.run(runtime.session(conv_path, low_memory=low_memory), x, batch)
+    assert list(got) == ["logits"]
+    np.testing.assert_array_equal(got["logits"], (yq - 128).astype(np.float32) * np.float32(0.05))
+
+
+def test_float64_is_cast_and_a_mapping_is_taken(make_matmul: MakeMatmul) -> None:
+    live = runtime.session(make_matmul().SerializeToString())
+    np.testing.assert_array_equal(
+        runtime.run(live, {"input": np.eye(3)})["logits"], [[0, 10], [1, 11], [2, 12]]
+    )
+
+
+def test_sessions_keep_threads_and_the_precise_kernels(make_matmul: MakeMatmul) -> None:
+    options = runtime.session(make_matmul(), threads=1).get_session_options()
+    assert options.intra_op_num_threads == 1
+    assert options.get_session_config_entry("session.x64quantprecision") == "1"
+
+
+def test_operators_are_those_after_fusion(conv_path: Path, make_matmul: MakeMatmul) -> None:
+    fused = runtime.operators(conv_path)
+    fused.pop("Transpose", None)  # where the runtime's kernels want channels last
+    assert fused == {"DequantizeLinear": 1, "QLinearConv": 1, "QuantizeLinear": 1}
+    assert runtime.operators(make_matmul()) == {"MatMul": 1}
+
+
+def test_metadata_is_read(conv_path: Path) -> None:
+    assert runtime.metadata(conv_path) == {"ul2q.version": "0.0.0"}
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (np.zeros((2, 4), np.float32), r"shape \[2, 4\], the model takes \[N, 3\]"),
+        (np.zeros(3, np.float32), r"shape \[3\], the model takes \[N, 3\]"),
+        (np.zeros((0, 3), np.float32), "holds no samples"),
+        (np.zeros((2, 3), np.uint8), "is uint8, the model takes float32"),
+        ({"other": np.zeros((2, 3), np.float32)}, r"inputs \['input'\], given are \['other'\]"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_named(make_matmul: MakeMatmul, x: object, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        runtime.run(runtime.session(make_matmul()), x)  # type: ignore[arg-type]
+
+
+def test_a_fixed_batch_size_is_kept(make_matmul: MakeMatmul) -> None:
+    live = runtime.session(make_matmul(batch=2))
+    assert runtime.run(live, np.ones((4, 3)), batch=3)["logits"].shape == (4, 2)
+    with pytest.raises(UsageError, match="exactly 2 samples at a time, given are 3"):
+        runtime.run(live, np.ones((3, 3)))
+
+
+def test_an_output_without_batch_is_refused() -> None:
+    graph = helper.make_graph(
+        [helper.make_node("ReduceSum", ["input"], ["total"], keepdims=0)],
+        "sum",
+        [helper.make_tensor_value_info("input", TensorProto.FLOAT, ["N", 3])],
+        [helper.make_tensor_value_info("total", TensorProto.FLOAT, [])],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    with pytest.raises(JobError, match="'total' has shape"):
+        runtime.run(runtime.session(model), np.ones((3, 3)))
+
+
+def bad_file(folder: Path, kind: str, good: bytes) -> Path:
+    path = folder / f"{kind}.onnx"
+    if kind == "directory":
+        path.mkdir()
+    elif kind != "missing":
+        content = {"empty": b"", "text": b"not a model\n" * 9, "truncated": good[: len(good) // 2]}
+        path.write_bytes(content[kind])
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("missing", "does not exist"),
+        ("directory", "is a directory"),
+        ("empty", "is empty"),
+        ("text", "is not an ONNX file"),
+        ("truncated", "is not an ONNX file, or it is truncated"),
+    ],
+)
+def test_bad_files_are_named(tmp_path: Path, conv: onnx.ModelProto, kind: str, message: str) -> None:
+    path = bad_file(tmp_path, kind, conv.SerializeToString())
+    for use in (runtime.session, runtime.metadata, runtime.operators, runtime.peak_rss):
+        with pytest.raises(UsageError, match=message) as error:
+            use(path)
+        assert path.name in str(error.value)
+        assert "\n" not in str(error.value)
+
+
+def test_missing_external_data_is_named(tmp_path: Path, make_matmul: MakeMatmul) -> None:
+    path = tmp_path / "model.onnx"
+    onnx.save(
+        make_matmul(rows=30, columns=30),
+        path,
+        save_as_external_data=True,
+        location="weights.bin",
+        size_threshold=0,
+    )
+    (tmp_path / "weights.bin").unlink()
+    with pytest.raises(UsageError, match=r"weights\.bin"):
+        runtime.session(path)
+    with pytest.raises(UsageError, match=r"weights\.bin"):
+        runtime.load_model(path)
+
+
+def test_a_file_of_a_newer_format_is_refused(conv: onnx.ModelProto) -> None:
+    conv.ir_version = 99
+    with pytest.raises(UsageError, match=r"cannot load the model: .*99"):
+        runtime.session(conv)
+
+
+def test_bench_compares_two_models(make_matmul: MakeMatmul) -> None:
+    small, large = make_matmul(), make_matmul(rows=1000, columns=4000)
+    result = runtime.bench(large, small, runs=20)
+    assert result["ratio"] == result["median_ms"] / result["against_median_ms"]
+    assert result["ratio"] > 2  # four million products against six
+    assert result["p95_ms"] >= result["median_ms"] > 0
+    assert (result["threads"], result["runs"], result["operators"]) == (1, 20, {"MatMul": 1})
+    alone = runtime.bench(small, runs=3)
+    assert alone["against_median_ms"] is None
+    assert alone["ratio"] is None
+    with pytest.raises(UsageError, match="runs is 0"):
+        runtime.bench(small, runs=0)
+
+
+def test_bench_needs_an_input_for_open_shapes(conv: onnx.ModelProto) -> None:
+    conv.graph.input[0].type.tensor_type.shape.dim[2].dim_param = "H"
+    with pytest.raises(UsageError, match=r"open shape \[N, 1, N, 6\]: give an input"):
+        runtime.bench(conv)
+
+
+def test_peak_rss_sees_the_weights_and_not_the_caller(tmp_path: Path, make_matmul: MakeMatmul) -> None:
+    ballast = np.ones(200_000_000, np.uint8)  # resident in this process: must not count
+    sizes = {}
+    for name, rows in (("small", 1), ("large", 5000)):
+        onnx.save(make_matmul(rows=rows, columns=2000), tmp_path / name)
+        sizes[name] = runtime.peak_rss(tmp_path / name)
+    assert sizes["small"] < 200_000_000 <= ballast.nbytes
+    assert sizes["large"] - sizes["small"] > 0.9 * 4 * 5000 * 2000
+
+
+def test_torch_is_not_imported() -> None:
+    code = "import sys, ul2q.runtimes.onnxruntime; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
