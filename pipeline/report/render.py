@@ -1,0 +1,81 @@
+"""A report as Markdown, and as tables on the console."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jinja2
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ul2q.pipeline.report import text
+from ul2q.pipeline.report.schema import Report
+
+_TEMPLATE = Path(__file__).with_name("report.md.j2")
+
+
+def title(report: Report) -> str:
+    """Name the widths of a report.
+
+    Returns:
+        For example ``2-bit weights, 8-bit activations``.
+    """
+    config = report["config"]
+    wbits, abits = config.get("wbits"), config.get("abits")
+    activations = "float activations" if abits == 32 else f"{abits}-bit activations"
+    return f"{wbits}-bit weights, {activations}" if wbits else "compression report"
+
+
+def _cell(value: object) -> str:
+    return " ".join(str(value).split()).replace("|", "\\|")
+
+
+def markdown(report: Report) -> str:
+    """Write ``report`` as Markdown.
+
+    Returns:
+        The text of report.md.
+    """
+    # Markdown, not HTML: escaping would garble the layers' names.
+    environment = jinja2.Environment(autoescape=False, keep_trailing_newline=True)  # noqa: S701
+    environment.undefined = jinja2.StrictUndefined
+    environment.filters["cell"] = _cell
+    return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
+        report=report,
+        title=title(report),
+        summary=text.summary(report),
+        operators=text.operators(report),
+        header=text.LAYER_HEADER,
+        layers=[text.layer_cells(layer) for layer in report["layers"]],
+        config=json.dumps(report["config"], indent=2, ensure_ascii=False),
+    )
+
+
+def tables(report: Report, console: Console) -> None:
+    """Print ``report`` on ``console``: the summary, one row a layer, the warnings."""
+    wide = Table(
+        box=box.SIMPLE_HEAD,
+        title=f"{report['model']['arch'] or 'model'}: {title(report)}",
+        title_justify="left",
+    )
+    for name in ("", "float", "quantised", ""):
+        wide.add_column(name, justify="right" if name else "left")
+    for row in text.summary(report):
+        wide.add_row(*(Text(value) for value in (row.label, row.before, row.after, row.note)))
+    console.print(wide)
+    layers = [text.layer_cells(layer) for layer in report["layers"]]
+    shown = len(text.LAYER_HEADER) if any(cells[-1] for cells in layers) else len(text.LAYER_HEADER) - 1
+    table = Table(box=box.SIMPLE_HEAD)
+    for i, name in enumerate(text.LAYER_HEADER[:shown]):
+        is_number = name in {"weights", "α", "β", "SQNR dB", "bytes"}
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=i > 0, overflow="fold")
+    for cells in layers:
+        table.add_row(*(Text(cell) for cell in cells[:shown]))
+    console.print(table)
+    if counts := text.operators(report):
+        console.print(Text(f"ONNX Runtime executes {counts}."), soft_wrap=True)
+    for warning in report["warnings"]:
+        console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)

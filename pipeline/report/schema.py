@@ -1,0 +1,255 @@
+"""The fields of report.json: their names and types are fixed, what was not measured is null.
+
+Sizes are bytes, `seconds` seconds, `latency_ms` milliseconds; accuracies and agreements are fractions.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import numbers
+from collections.abc import Mapping
+from types import NoneType, UnionType
+from typing import Any, TypedDict, TypeGuard, cast, get_args, get_origin, get_type_hints, is_typeddict
+
+from ul2q.pipeline.errors import UsageError
+
+
+class Model(TypedDict):
+    """The network that was compressed."""
+
+    source: str | None
+    sha256: str | None
+    arch: str | None
+    parameters: int
+
+
+class Layer(TypedDict):
+    """One layer with parameters: quantised, or left in float for ``reason``."""
+
+    name: str
+    op: str
+    parameters: int
+    outputs: int | None  # numbers that the layer puts out for one sample
+    wbits: int | None
+    abits: int | None
+    granularity: str | None
+    alpha: float | list[float] | None
+    beta: float | list[float] | None
+    sqnr_db: float | None  # of the weights
+    bytes_float: int | None
+    bytes_quantized: int | None  # codes, scales and bias in the file
+    quantized: bool
+    reason: str | None
+
+
+class Size(TypedDict):
+    """The files: the layers' ``bytes_quantized`` and ``overhead_bytes`` add up to ``onnx_bytes``."""
+
+    float_onnx_bytes: int | None
+    onnx_bytes: int | None
+    overhead_bytes: int | None
+    ratio: float | None  # float / quantised
+    weight_bits_mean: float | None
+    keras_bytes: int | None
+
+
+class PaperMemory(TypedDict):
+    """Parameters and activations counted as the paper does."""
+
+    parameters: int | None
+    activations: int | None
+    storage_bytes: int | None
+    runtime_bytes: int | None
+    float_runtime_bytes: int | None
+
+
+class FloatAndQuantized(TypedDict):
+    """A quantity of the float and of the quantised model."""
+
+    float: float | None
+    quantized: float | None
+
+
+class Memory(TypedDict):
+    """Memory while running."""
+
+    paper: PaperMemory
+    planned_peak_bytes: int | None
+    measured_peak_rss_bytes: FloatAndQuantized
+
+
+class Accuracy(TypedDict):
+    """Accuracy on the test samples."""
+
+    metric: str | None
+    samples: int | None
+    float: float | None
+    quantized: float | None  # the lowered torch model
+    onnxruntime: float | None
+    keras: float | None
+
+
+class Parity(TypedDict):
+    """How far a runtime is from the lowered torch model on the same inputs."""
+
+    max_abs: float | None
+    max_steps: float | None  # in steps of the model output's own scale
+    argmax_agreement: float | None
+    first_layer: str | None  # the first with a differing code
+
+
+class Parities(TypedDict):
+    """Parity of every runtime; null for one that was not asked for."""
+
+    onnxruntime: Parity | None
+    keras: Parity | None
+
+
+class Latency(TypedDict):
+    """Median time of one sample in ONNX Runtime, and the operators that it executes."""
+
+    float: float | None
+    quantized: float | None
+    ratio: float | None  # quantised / float
+    threads: int | None
+    operators: dict[str, int] | None
+
+
+class Report(TypedDict):
+    """The whole of report.json."""
+
+    ul2q: str
+    model: Model
+    config: dict[str, Any]
+    seed: int
+    seconds: dict[str, float]
+    layers: list[Layer]
+    size: Size
+    memory: Memory
+    accuracy: Accuracy
+    metrics: dict[str, FloatAndQuantized]
+    parity: Parities
+    latency_ms: Latency
+    warnings: list[str]
+
+
+def complete(values: Mapping[str, Any]) -> Report:
+    """Make a report of what was measured.
+
+    Args:
+        values: the measured part of a report; ratios and sums may be left out.
+
+    Returns:
+        A copy with every field in its fixed order: derived where its parts are there, else null; warnings
+        about what the numbers mean are added.
+
+    Raises:
+        UsageError: a field is unknown, lacks although it cannot be null, or has the wrong type.
+    """
+    report = cast("Report", _checked(values, Report, "report"))
+    _derive_size(report["size"], report["layers"])
+    latency = report["latency_ms"]
+    if latency["ratio"] is None and latency["float"] and latency["quantized"] is not None:
+        latency["ratio"] = latency["quantized"] / latency["float"]
+    report["warnings"] = list(dict.fromkeys([*report["warnings"], *_warnings(report)]))
+    return report
+
+
+def to_json(report: Report) -> str:
+    """Write ``report`` as JSON text.
+
+    Returns:
+        Indented JSON that ends with a newline.
+    """
+    return json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _derive_size(size: Size, layers: list[Layer]) -> None:
+    coded = [layer["bytes_quantized"] for layer in layers]
+    whole = size["onnx_bytes"]
+    if size["overhead_bytes"] is None and whole is not None and None not in coded:
+        size["overhead_bytes"] = whole - sum(cast("list[int]", coded))
+    if size["ratio"] is None and whole and size["float_onnx_bytes"] is not None:
+        size["ratio"] = size["float_onnx_bytes"] / whole
+    parameters = sum(layer["parameters"] for layer in layers)
+    if size["weight_bits_mean"] is None and parameters:
+        bits = sum(layer["parameters"] * (layer["wbits"] or 32) for layer in layers)
+        size["weight_bits_mean"] = bits / parameters
+
+
+def _warnings(report: Report) -> list[str]:
+    found = []
+    size, latency, accuracy = report["size"], report["latency_ms"], report["accuracy"]
+    if size["ratio"] is not None and size["ratio"] < 1:
+        found.append(
+            f"the quantised file is larger than the float one ({size['onnx_bytes']:,} against "
+            f"{size['float_onnx_bytes']:,} bytes): the network is too small for what the format adds"
+        )
+    if latency["ratio"] is not None and latency["ratio"] > 1:
+        found.append(
+            f"the quantised model is slower than the float one ({latency['quantized']:.3f} against "
+            f"{latency['float']:.3f} ms): its layers are too small, or of a kind without fast integer kernels"
+        )
+    before = accuracy["float"]
+    after = next((accuracy[key] for key in ("onnxruntime", "quantized") if accuracy[key] is not None), None)
+    if before is not None and after is not None and before - after > 0.01:
+        found.append(
+            f"accuracy falls by {100 * (before - after):.1f} points: more --epochs, --granularity channel "
+            "or wider --wbits may help"
+        )
+    return found
+
+
+def _is_real(value: object) -> TypeGuard[float]:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _checked(value: object, kind: Any, where: str) -> Any:
+    """Return a copy of ``value`` in the type ``kind``, with absent fields filled in.
+
+    Raises:
+        UsageError: see ``complete``.
+    """
+    if is_typeddict(kind):
+        return _checked_fields(value, kind, where)
+    if get_origin(kind) is list and isinstance(value, list | tuple):
+        return [_checked(item, get_args(kind)[0], f"{where}[{i}]") for i, item in enumerate(value)]
+    if get_origin(kind) is dict and isinstance(value, Mapping):
+        return {str(key): _checked(item, get_args(kind)[1], f"{where}.{key}") for key, item in value.items()}
+    if isinstance(kind, UnionType):
+        return _checked_union(value, get_args(kind), where)
+    if kind is Any:
+        return value
+    if kind in (str, bool) and isinstance(value, kind):
+        return value
+    if kind is int and isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return int(value)
+    if kind is float and _is_real(value) and math.isfinite(value):
+        return float(value)
+    raise UsageError(f"{where} is {value!r}: expected {getattr(kind, '__name__', kind)}")
+
+
+def _checked_fields(value: object, kind: Any, where: str) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    given = {} if value is None else value
+    if not isinstance(given, Mapping):
+        raise UsageError(f"{where} is {value!r}: expected an object with {list(hints)}")
+    if unknown := sorted(set(given) - set(hints)):
+        raise UsageError(f"{where} has unknown fields {unknown}: known are {list(hints)}")
+    empty: dict[Any, Any] = {list: [], dict: {}}
+    fields = {}
+    for name, hint in hints.items():
+        default = empty.get(get_origin(hint))
+        fields[name] = _checked(given.get(name, default), hint, f"{where}.{name}")
+    return fields
+
+
+def _checked_union(value: object, kinds: tuple[Any, ...], where: str) -> Any:
+    lost = _is_real(value) and not math.isfinite(value)  # the SQNR of an exact layer, for example
+    if value is None or (lost and NoneType in kinds):
+        return None
+    rest = [kind for kind in kinds if kind is not NoneType]
+    if len(rest) > 1 and isinstance(value, list | tuple):
+        rest = [kind for kind in rest if get_origin(kind) is list]
+    return _checked(value, rest[0], where)

@@ -1,0 +1,174 @@
+"""The numbers of a report as the words and cells that report.md and the console tables share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ul2q.pipeline.report.schema import Layer, Report
+
+NONE = "–"
+LAYER_HEADER = ("layer", "operator", "weights", "bits", "α", "β", "SQNR dB", "bytes", "left in float because")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the summary: a label, the float and the quantised value, and what to note."""
+
+    label: str
+    before: str = NONE
+    after: str = NONE
+    note: str = ""
+
+
+def size(count: int | None) -> str:
+    """Write a number of bytes.
+
+    Returns:
+        For example ``118.3 kB`` (1 kB is 1,000 bytes).
+    """
+    if count is None:
+        return NONE
+    value = float(count)
+    for unit in ("bytes", "kB", "MB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} GB"
+
+
+def percent(fraction: float | None) -> str:
+    """Write a fraction.
+
+    Returns:
+        For example ``98.40 %``.
+    """
+    return NONE if fraction is None else f"{100 * fraction:.2f} %"
+
+
+def milliseconds(value: float | None) -> str:
+    """Write a time in milliseconds.
+
+    Returns:
+        For example ``0.142 ms``.
+    """
+    return NONE if value is None else f"{value:.3f} ms"
+
+
+def scale(value: float | list[float] | None) -> str:
+    """Write α or β, or the range that one value per output channel spans.
+
+    Returns:
+        For example ``0.0312``, or ``0.011…0.052`` for several.
+    """
+    if value is None:
+        return NONE
+    if isinstance(value, list):
+        return f"{min(value):.3g}…{max(value):.3g}" if value else NONE
+    return f"{value:.4g}"
+
+
+def layer_cells(layer: Layer) -> tuple[str, ...]:
+    """Write one layer in the columns of ``LAYER_HEADER``.
+
+    Returns:
+        The cells.
+    """
+    bits = NONE if not layer["quantized"] else f"W{layer['wbits']}A{layer['abits']}"
+    sqnr = NONE if layer["sqnr_db"] is None else f"{layer['sqnr_db']:.1f}"
+    coded = layer["bytes_quantized"]
+    return (
+        layer["name"],
+        layer["op"],
+        f"{layer['parameters']:,}",
+        bits,
+        scale(layer["alpha"]),
+        scale(layer["beta"]),
+        sqnr,
+        NONE if coded is None else f"{coded:,}",
+        layer["reason"] or "",
+    )
+
+
+def summary(report: Report) -> list[Row]:
+    """Write what the compression cost and gained, one row a quantity; rows of nothing measured are left out.
+
+    Returns:
+        The rows.
+    """
+    rows = [*_accuracy_rows(report), _file_row(report), _latency_row(report), _memory_row(report)]
+    rows += [Row(name, f"{m['float']}", f"{m['quantized']}") for name, m in report["metrics"].items()]
+    rows += _parity_rows(report)
+    return [row for row in rows if row.note or (row.before, row.after) != (NONE, NONE)]
+
+
+def _accuracy_rows(report: Report) -> list[Row]:
+    accuracy = report["accuracy"]
+    samples = accuracy["samples"]
+    note = f"{samples:,} test samples" if samples is not None else ""
+    rows = [
+        Row(
+            accuracy["metric"] or "accuracy", percent(accuracy["float"]), percent(accuracy["quantized"]), note
+        )
+    ]
+    if accuracy["onnxruntime"] is not None:
+        rows.append(Row("  in ONNX Runtime", NONE, percent(accuracy["onnxruntime"])))
+    if accuracy["keras"] is not None:
+        rows.append(Row("  in Keras", NONE, percent(accuracy["keras"])))
+    return rows
+
+
+def _file_row(report: Report) -> Row:
+    files = report["size"]
+    mean = files["weight_bits_mean"]
+    bits = "" if mean is None else f", {mean:.2f} bits a weight"
+    note = "" if files["ratio"] is None else f"{files['ratio']:.1f} times smaller{bits}"
+    return Row("file", size(files["float_onnx_bytes"]), size(files["onnx_bytes"]), note)
+
+
+def _latency_row(report: Report) -> Row:
+    latency = report["latency_ms"]
+    threads = latency["threads"]
+    on = "" if threads is None else f", {threads} thread{'s' * (threads != 1)}"
+    note = "" if latency["ratio"] is None else f"ratio {latency['ratio']:.2f}{on}"
+    return Row(
+        "time for one sample", milliseconds(latency["float"]), milliseconds(latency["quantized"]), note
+    )
+
+
+def _memory_row(report: Report) -> Row:
+    peak = report["memory"]["measured_peak_rss_bytes"]
+    before, after = (
+        None if value is None else size(int(value)) for value in (peak["float"], peak["quantized"])
+    )
+    return Row("peak memory of the process", before or NONE, after or NONE)
+
+
+def _parity_rows(report: Report) -> list[Row]:
+    rows = []
+    for name, parity in (
+        ("ONNX Runtime", report["parity"]["onnxruntime"]),
+        ("Keras", report["parity"]["keras"]),
+    ):
+        if parity is None:
+            continue
+        notes = []
+        if parity["max_steps"] is not None:
+            notes.append(f"largest difference {parity['max_steps']:g} steps")
+        elif parity["max_abs"] is not None:
+            notes.append(f"largest difference {parity['max_abs']:.2g}")
+        if parity["argmax_agreement"] is not None:
+            notes.append(f"same class for {percent(parity['argmax_agreement'])}")
+        if parity["first_layer"] is not None:
+            notes.append(f"first differing layer {parity['first_layer']}")
+        rows.append(Row(f"{name} against torch", note=", ".join(notes)))
+    return rows
+
+
+def operators(report: Report) -> str:
+    """List what ONNX Runtime executes.
+
+    Returns:
+        For example ``2 QLinearConv, 2 QGemm``, or an empty text if it was not measured.
+    """
+    counts = report["latency_ms"]["operators"] or {}
+    return ", ".join(f"{count} {name}" for name, count in counts.items())

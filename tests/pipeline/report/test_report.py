@@ -1,0 +1,250 @@
+"""report.json keeps its fields, and report.md and the console show them."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.report import render, text
+from ul2q.pipeline.report.schema import complete, to_json
+
+
+def measured() -> dict[str, Any]:
+    """What a small compression fills in: two layers, one of them left in float."""
+    conv = {"name": "features.0", "op": "Conv", "parameters": 500, "outputs": 11520, "wbits": 2, "abits": 8}
+    conv |= {"granularity": "tensor", "alpha": 0.0625, "beta": -0.001, "sqnr_db": 9.3, "bytes_float": 2080}
+    conv |= {"bytes_quantized": 240, "quantized": True, "reason": None}
+    head = {
+        "name": "attn|proj",
+        "op": "Gemm",
+        "parameters": 1500,
+        "bytes_float": 6000,
+        "bytes_quantized": 6000,
+    }
+    head |= {"quantized": False, "reason": "excluded by 'attn*'"}
+    return {
+        "ul2q": "0.1.0",
+        "model": {"source": "model.pt", "sha256": "ab" * 32, "arch": "lenet5", "parameters": 2000},
+        "config": {"wbits": 2, "abits": 8, "seed": 7},
+        "seed": 7,
+        "seconds": {"train": 12.5},
+        "layers": [conv, head],
+        "size": {"float_onnx_bytes": 100_000, "onnx_bytes": 8_000},
+        "accuracy": {
+            "metric": "top1",
+            "samples": 1000,
+            "float": 0.986,
+            "quantized": 0.984,
+            "onnxruntime": 0.984,
+        },
+        "parity": {
+            "onnxruntime": {"max_abs": 0.0, "max_steps": 0, "argmax_agreement": 1.0, "first_layer": None}
+        },
+        "latency_ms": {
+            "float": 0.2,
+            "quantized": 0.1,
+            "threads": 1,
+            "operators": {"QLinearConv": 1, "Gemm": 1},
+        },
+    }
+
+
+CONTRACT = [
+    "ul2q",
+    "model.source",
+    "model.sha256",
+    "model.arch",
+    "model.parameters",
+    "config",
+    "seed",
+    "seconds",
+    "layers",
+    "size.float_onnx_bytes",
+    "size.onnx_bytes",
+    "size.overhead_bytes",
+    "size.ratio",
+    "size.weight_bits_mean",
+    "size.keras_bytes",
+    "memory.paper.parameters",
+    "memory.paper.activations",
+    "memory.paper.storage_bytes",
+    "memory.paper.runtime_bytes",
+    "memory.paper.float_runtime_bytes",
+    "memory.planned_peak_bytes",
+    "memory.measured_peak_rss_bytes.float",
+    "memory.measured_peak_rss_bytes.quantized",
+    "accuracy.metric",
+    "accuracy.samples",
+    "accuracy.float",
+    "accuracy.quantized",
+    "accuracy.onnxruntime",
+    "accuracy.keras",
+    "metrics",
+    "parity.onnxruntime.max_abs",
+    "parity.onnxruntime.max_steps",
+    "parity.onnxruntime.argmax_agreement",
+    "parity.onnxruntime.first_layer",
+    "parity.keras",
+    "latency_ms.float",
+    "latency_ms.quantized",
+    "latency_ms.ratio",
+    "latency_ms.threads",
+    "latency_ms.operators",
+    "warnings",
+]
+LAYER = [
+    "name",
+    "op",
+    "parameters",
+    "outputs",
+    "wbits",
+    "abits",
+    "granularity",
+    "alpha",
+    "beta",
+    "sqnr_db",
+    "bytes_float",
+    "bytes_quantized",
+    "quantized",
+    "reason",
+]
+OPEN = {"config", "seconds", "metrics", "latency_ms.operators"}
+
+
+def paths(value: object, prefix: str = "") -> list[str]:
+    if isinstance(value, dict) and prefix not in OPEN:
+        return [path for key, item in value.items() for path in paths(item, f"{prefix}.{key}".lstrip("."))]
+    return [prefix]
+
+
+def test_every_field_of_the_contract_is_there_and_no_other() -> None:
+    report = json.loads(to_json(complete(measured())))
+    assert paths(report) == CONTRACT
+    assert [list(layer) for layer in report["layers"]] == [LAYER, LAYER]
+
+
+def test_what_was_not_measured_is_null_and_the_rest_is_kept() -> None:
+    report = complete(measured())
+    assert report["memory"]["planned_peak_bytes"] is None
+    assert report["parity"]["keras"] is None
+    assert report["accuracy"]["keras"] is None
+    assert report["metrics"] == {}
+    assert report["layers"][1]["alpha"] is None
+    assert report["layers"][0]["alpha"] == 0.0625
+    assert report["warnings"] == []
+
+
+def test_ratios_and_sums_are_derived() -> None:
+    report = complete(measured())
+    assert report["size"]["overhead_bytes"] == 8_000 - 240 - 6_000
+    assert report["size"]["ratio"] == 12.5
+    assert report["size"]["weight_bits_mean"] == (500 * 2 + 1500 * 32) / 2000
+    assert report["latency_ms"]["ratio"] == 0.5
+    unknown = measured()
+    del unknown["layers"][1]["bytes_quantized"]
+    assert complete(unknown)["size"]["overhead_bytes"] is None
+
+
+def test_values_are_copied_and_numpy_numbers_taken() -> None:
+    values = measured()
+    values["layers"][0]["alpha"] = [np.float32(0.5), np.float32(0.25)]
+    values["size"]["onnx_bytes"] = np.int64(8_000)
+    before = copy.deepcopy(values)
+    report = complete(values)
+    assert json.loads(to_json(report))["layers"][0]["alpha"] == [0.5, 0.25]
+    report["layers"][0]["name"] = "changed"
+    report["config"].clear()
+    assert values == before
+
+
+@pytest.mark.parametrize("lost", [float("inf"), float("nan"), np.float32("inf")])
+def test_a_number_that_is_not_finite_becomes_null(lost: float) -> None:
+    values = measured()
+    values["layers"][0]["sqnr_db"] = lost
+    assert complete(values)["layers"][0]["sqnr_db"] is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda v: v["size"].update(bytes=1), r"report\.size has unknown fields \['bytes'\]"),
+        (lambda v: v["layers"][1].update(name=3), r"report\.layers\[1\]\.name is 3: expected str"),
+        (lambda v: v["layers"][0].update(parameters=True), r"layers\[0\]\.parameters is True: expected int"),
+        (lambda v: v["accuracy"].update(float="0.9"), r"accuracy\.float is '0\.9': expected float"),
+        (lambda v: v.pop("seed"), r"report\.seed is None: expected int"),
+        (lambda v: v.update(size=[1]), r"report\.size is \[1\]: expected an object"),
+        (lambda v: v.update(layers="none"), r"report\.layers is 'none'"),
+    ],
+)
+def test_wrong_fields_are_named(change: Any, message: str) -> None:
+    values = measured()
+    change(values)
+    with pytest.raises(UsageError, match=message):
+        complete(values)
+
+
+def test_warnings_say_what_became_worse() -> None:
+    values = measured()
+    values["size"]["onnx_bytes"] = 120_000
+    values["latency_ms"]["quantized"] = 0.3
+    values["accuracy"]["onnxruntime"] = 0.9
+    values["warnings"] = ["first"]
+    report = complete(values)
+    assert len(report["warnings"]) == 4
+    first, larger, slower, lower = report["warnings"]
+    assert first == "first"
+    assert "larger than the float one (120,000 against 100,000 bytes)" in larger
+    assert "slower than the float one (0.300 against 0.200 ms)" in slower
+    assert "falls by 8.6 points" in lower
+    assert complete(report)["warnings"] == report["warnings"]  # rendering again adds nothing
+
+
+def test_markdown_shows_every_layer_and_escapes_its_cells() -> None:
+    page = render.markdown(complete(measured()))
+    assert page.startswith("# lenet5: 2-bit weights, 8-bit activations\n")
+    assert "| features.0 | Conv | 500 | W2A8 | 0.0625 | -0.001 | 9.3 | 240 |  |\n" in page
+    assert "| attn\\|proj | Gemm | 1,500 | – | – | – | – | 6,000 | excluded by 'attn*' |\n" in page
+    assert "| file | 100.0 kB | 8.0 kB | 12.5 times smaller, 24.50 bits a weight |\n" in page
+    assert "| top1 | 98.60 % | 98.40 % | 1,000 test samples |\n" in page
+    assert "| time for one sample | 0.200 ms | 0.100 ms | ratio 0.50, 1 thread |\n" in page
+    assert (
+        "| ONNX Runtime against torch | – | – | largest difference 0 steps, same class for 100.00 % |\n"
+        in page
+    )
+    assert "peak memory" not in page
+    assert "## Warnings" not in page
+    assert page.endswith("}\n```\n")
+    tables = [line.count("|") - line.count("\\|") for line in page.splitlines() if line.startswith("|")]
+    assert set(tables) == {3, 5, 10}
+
+
+def test_the_console_shows_the_same_numbers() -> None:
+    stream = io.StringIO()
+    values = measured() | {"warnings": ["[bold] is no markup"]}
+    render.tables(complete(values), Console(file=stream, width=120))
+    shown = [" ".join(line.split()) for line in stream.getvalue().splitlines()]
+    assert "lenet5: 2-bit weights, 8-bit activations" in shown
+    assert "top1 98.60 % 98.40 % 1,000 test samples" in shown
+    assert "features.0 Conv 500 W2A8 0.0625 -0.001 9.3 240" in shown
+    assert "attn|proj Gemm 1,500 – – – – 6,000 excluded by 'attn*'" in shown
+    assert "ONNX Runtime executes 1 QLinearConv, 1 Gemm." in shown
+    assert "warning: [bold] is no markup" in shown
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"),
+    [(None, "–"), (999, "999 bytes"), (1000, "1.0 kB"), (1_725_000, "1.7 MB"), (5 * 10**9, "5.0 GB")],
+)
+def test_sizes_have_a_unit(count: int | None, shown: str) -> None:
+    assert text.size(count) == shown
+
+
+def test_scales_of_channels_are_a_range() -> None:
+    assert text.scale([0.02, 0.5, 0.1]) == "0.02…0.5"
