@@ -1,0 +1,345 @@
+"""The deployable grid: the levels of μL2Q as int8 weights that integer kernels run without loss.
+
+    integer weight  w_int = multiplier·q + offset          real weight = scale·w_int (one float32 product)
+    stored int8     w_int + zero_point                     as DequantizeLinear(scale, zero_point) reads it
+
+The levels α(q + 1/2) + β stay evenly spaced with step α; only the offset moves, to β̂, so that all levels are
+integer multiples of one scale. Codes must be taken with β̂ (`quantize_weight` does).
+
+==========  =========  ==================================================================================
+form        widths     levels
+==========  =========  ==================================================================================
+fine        1..5       scale = α/(2m), w_int = m(2q + 1) + z, z = round(2mβ/α), with the largest m for
+                       which m(2^k − 1) + |z| <= 64: |β̂ − β| <= α/(4m), zero point 0
+offset      6          scale = α, w_int = q + o, o = round(β/α + 1/2), while |o| <= 32; zero point 0
+zero point  7, 8, and  as offset, but stored = q with the int8 zero point −o
+            the rest
+==========  =========  ==================================================================================
+
+int8 weights within ±64 cannot saturate the 8-bit kernels of CPUs without VNNI (2·255·64 < 2^15).
+
+A mean too far from zero for a form's range of offsets: α grows until the range of the levels reaches as many
+standard deviations beyond β as the k-bit range does; once the step exceeds 2σ, β itself becomes a level.
+
+Per channel, α, β̂, scale and offset are [C], multiplier and zero point stay common to the tensor (kernels take
+one zero point only). 1..5 bits: fine form, with the largest m that fits all channels; if m = 1 does not fit
+them all, with the m of the least expected squared error once the others have grown. 6, 7 bits: offset form,
+|w_int| <= 64 (6 bits) if all channels fit, else <= 127 with growth. 8 bits use all of int8, which leaves no
+room for offsets: zero-point form with one common o, the median of the channels' own weighted by α² (it
+minimises the squared error's first-order growth); a channel whose own o lies d away grows by about d/127.5.
+
+σ = 0 (α = 0): every weight is exactly β as a float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final, Self
+
+import numpy as np
+
+from ul2q.pipeline.config import GRANULARITIES
+from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.quantize import ul2q
+from ul2q.pipeline.quantize.ul2q import Array, Namespace
+
+SATURATION_FREE: Final = 64
+INT8_LIMIT: Final = 127
+COMMON_OFFSET_LIMIT: Final = 96
+"""Bound of the common o at 8 bits per channel, so that both signs keep at least 31 steps."""
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """The integer grid of one weight tensor: w_int = multiplier·q + offset, weight = scale·w_int.
+
+    Attributes:
+        k: width in bits, 1..8.
+        alpha: step α, float32 [] or [C]; 0 where the weights are constant.
+        beta: snapped offset β̂, float32 as ``alpha``; β itself where α = 0.
+        scale: float32 as ``alpha``, positive: α/multiplier, or a power of two part of |β| where α = 0.
+        multiplier: 2m in the fine form, else 1.
+        offset: int32 as ``alpha``.
+        zero_point: int8 zero point of the stored weights, 0 but for the zero-point form.
+    """
+
+    k: int
+    alpha: np.ndarray
+    beta: np.ndarray
+    scale: np.ndarray
+    multiplier: int
+    offset: np.ndarray
+    zero_point: int
+
+    @property
+    def per_channel(self) -> bool:
+        """Whether steps and offsets are per channel."""
+        return self.scale.ndim == 1
+
+    @property
+    def largest_stored(self) -> int:
+        """The largest |stored int8| that a code can give; beyond 64, CPUs without VNNI can saturate."""
+        centre = self.offset + self.zero_point
+        half = self.multiplier * 2 ** (self.k - 1)
+        ends = np.maximum(abs(centre - half), abs(centre + half - self.multiplier))
+        return int(np.max(np.where(self.alpha > 0, ends, abs(centre))))
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What a form offers: w_int = multiplier·q + c with ``low`` <= c <= ``high``."""
+
+    multiplier: int
+    low: int
+    high: int
+    zero_point: int | None = 0  # None: whatever cancels the offset
+
+    @classmethod
+    def bounded(cls, k: int, multiplier: int, limit: int) -> Self:
+        """Return the form whose integer weights stay within ±``limit``: m(2^k − 1) + |z| or 2^(k−1) + |o|."""
+        if multiplier == 1:
+            o = limit - 2 ** (k - 1)
+            return cls(1, -o, o)
+        m = multiplier // 2
+        z = limit - m * (2**k - 1)
+        return cls(multiplier, m - z, m + z)
+
+    def nearest(self, alpha: np.ndarray, beta: np.ndarray) -> np.ndarray:
+        """Return the offset nearest to ``beta``, within the form's range or not, as float64."""
+        if self.multiplier == 1:
+            return np.round(beta / alpha + 0.5)
+        return np.round(self.multiplier * beta / alpha) + self.multiplier // 2
+
+    def fits(self, alpha: np.ndarray, beta: np.ndarray) -> np.ndarray:
+        """Return where the nearest offset is within the form's range."""
+        c = self.nearest(alpha, beta)
+        return (self.low <= c) & (c <= self.high)
+
+
+def _fine_form(alpha: np.ndarray, beta: np.ndarray, k: int) -> _Form | None:
+    """Return the fine form with the largest m that fits; None if a tensor fits none.
+
+    Channels that do not even fit m = 1 have to grow, less for small m, while the others lose less by large m:
+    then m is the one of the least expected squared error.
+    """
+    forms = [_Form.bounded(k, 2 * m, SATURATION_FREE) for m in range(SATURATION_FREE // (2**k - 1), 0, -1)]
+    for form in forms:
+        if np.all(form.fits(alpha, beta)):
+            return form
+    if alpha.ndim == 0:
+        return None
+    sigma = alpha / ul2q.LAMBDA[k]
+
+    def error(form: _Form) -> float:
+        step, offset = _place(alpha, beta, k, form)
+        middle = step * (offset / form.multiplier - 0.5)
+        return float(np.sum(sigma**2 * ul2q.expected_loss(step / sigma, k, (middle - beta) / sigma)))
+
+    return min(forms, key=error)
+
+
+def _common_offset(alpha: np.ndarray, beta: np.ndarray) -> int:
+    """Return the median of the channels' offsets weighted by α², within ±`COMMON_OFFSET_LIMIT`."""
+    own = np.round(beta / alpha + 0.5)
+    order = np.argsort(own, kind="stable")
+    weight = np.cumsum(alpha[order] ** 2)
+    middle = own[order][np.searchsorted(weight, weight[-1] / 2)]
+    return int(np.clip(middle, -COMMON_OFFSET_LIMIT, COMMON_OFFSET_LIMIT))
+
+
+def _choose_form(alpha: np.ndarray, beta: np.ndarray, k: int) -> _Form:
+    """Return the form for ``alpha`` > 0 and ``beta``, both [] or [C] (see the table of the module)."""
+    if k <= 5 and (fine := _fine_form(alpha, beta, k)):
+        return fine
+    if k == 6 and np.all((within := _Form.bounded(k, 1, SATURATION_FREE)).fits(alpha, beta)):
+        return within
+    if alpha.ndim == 0:
+        return _Form(1, -INT8_LIMIT, INT8_LIMIT, zero_point=None)
+    if k == 8:
+        o = _common_offset(alpha, beta)
+        return _Form(1, o, o, zero_point=-o)
+    return _Form.bounded(k, 1, INT8_LIMIT)
+
+
+def _grown(alpha: np.ndarray, beta: np.ndarray, k: int, form: _Form) -> np.ndarray:
+    """Return the step for a ``beta`` that the form does not fit.
+
+    The range has to reach the (2^(k−1) − 1/2)·α beyond ``beta`` that it reaches when it is centred. Once such
+    a step exceeds 2σ, ``beta`` becomes a level: a whole number of scales, on the lattice of the last offset.
+    """
+    M, half = form.multiplier, 2 ** (k - 1)
+    up, down = M * (half - 1) + form.high, M * half - form.low  # outermost integer weights
+    beyond = (half - 0.5) * alpha
+    step = np.maximum(alpha, M * np.maximum((beta + beyond) / up, (beyond - beta) / down))
+    last = np.where(beta > 0, form.high, -form.low)
+    whole = last + M * np.round((abs(beta) * M / step - last) / M)
+    far = step > 2 * alpha / ul2q.LAMBDA[k]
+    return np.where(far, abs(beta) * M / np.where(far, whole, 1.0), step)
+
+
+def _place(alpha: np.ndarray, beta: np.ndarray, k: int, form: _Form) -> tuple[np.ndarray, np.ndarray]:
+    """Return the step, ``alpha`` or grown and float32, and the offset of every [] or [C]."""
+    step = np.where(form.fits(alpha, beta), alpha, _grown(alpha, beta, k, form)).astype(np.float32)
+    return step, np.clip(form.nearest(step.astype(np.float64), beta), form.low, form.high)
+
+
+def _constant_offset(beta: np.ndarray) -> np.ndarray:
+    """Return the integer weight that stands for constant weights β: 0, ±32, or ±1 if |β|/32 is inexact."""
+    exact = np.float32(32) * (abs(beta) / np.float32(32)) == abs(beta)
+    return np.sign(beta) * np.where(exact, 32, 1)
+
+
+def deployable_grid(alpha: np.ndarray, beta: np.ndarray, k: int) -> Grid:
+    """Return the integer grid nearest to step ``alpha`` and offset ``beta`` (rules: see the module).
+
+    Args:
+        alpha: step α >= 0, float32 [] or [C], finite.
+        beta: offset β, float32 as ``alpha``, finite.
+        k: width in bits, 1..8.
+
+    Returns:
+        The grid, arrays shaped as ``alpha``.
+    """
+    alpha, beta = np.asarray(alpha, np.float32), np.asarray(beta, np.float32)
+    varying = alpha > 0
+    # Stand-ins (step 1, offset 0) keep constant channels out of the divisions.
+    step, centre = (
+        np.where(varying, alpha, 1).astype(np.float64),
+        np.where(varying, beta, 0).astype(np.float64),
+    )
+    form = _Form(1, 0, 0)
+    if varying.any():
+        form = (
+            _choose_form(step[varying], centre[varying], k) if alpha.ndim else _choose_form(step, centre, k)
+        )
+    step, offset = _place(step, centre, k, form)
+    offset = np.where(varying, offset, _constant_offset(beta)).astype(np.int32)
+    scale = step / np.float32(form.multiplier)
+    constant = abs(beta) / np.maximum(abs(offset), 1).astype(np.float32)
+    scale = np.where(varying, scale, np.where(beta == 0, np.float32(1), constant))
+    middle = scale * (offset - form.multiplier / 2).astype(np.float32)
+    zero_point = form.zero_point if form.zero_point is not None else -int(offset)
+    return Grid(
+        k=k,
+        alpha=np.where(varying, step, np.float32(0)),
+        beta=np.where(varying, middle, beta),
+        scale=scale,
+        multiplier=form.multiplier,
+        offset=offset,
+        zero_point=zero_point,
+    )
+
+
+def _integers(q: Array, grid: Grid, axis: int, xp: Namespace) -> Array:
+    """Return multiplier·q + offset as float32, exact."""
+    offset = ul2q.along(ul2q.constant(grid.offset.astype(np.float32), q, xp), len(q.shape), axis, xp)
+    return ul2q.cast(q, "float32", xp) * float(grid.multiplier) + offset
+
+
+def integer_weight(q: Array, grid: Grid, channel_axis: int = 0, xp: Namespace | None = None) -> Array:
+    """Return w_int = multiplier·q + offset as int32, of the shape of ``q``."""
+    xp = xp or ul2q.namespace(q)
+    return ul2q.cast(_integers(q, grid, channel_axis, xp), "int32", xp)
+
+
+def stored_weight(q: Array, grid: Grid, channel_axis: int = 0, xp: Namespace | None = None) -> Array:
+    """Return the int8 that a file stores (or unpacks to): w_int + zero_point, of the shape of ``q``."""
+    xp = xp or ul2q.namespace(q)
+    return ul2q.cast(_integers(q, grid, channel_axis, xp) + float(grid.zero_point), "int8", xp)
+
+
+def dequantize(q: Array, grid: Grid, channel_axis: int = 0, xp: Namespace | None = None) -> Array:
+    """Return the weights scale·w_int as float32, exactly as DequantizeLinear computes them."""
+    xp = xp or ul2q.namespace(q)
+    scale = ul2q.along(ul2q.constant(grid.scale, q, xp), len(q.shape), channel_axis, xp)
+    return _integers(q, grid, channel_axis, xp) * scale
+
+
+def grid_codes(
+    w: Array, k: int, granularity: str = "tensor", channel_axis: int = 0, xp: Namespace | None = None
+) -> tuple[Array, Grid]:
+    """Return codes and grid of a weight as `quantize_weight` does, the codes as float32.
+
+    Raises:
+        UsageError: an unknown granularity, an empty weight or one that is not finite.
+    """
+    if granularity not in GRANULARITIES:
+        raise UsageError(f"granularity is {granularity!r}: use one of {', '.join(GRANULARITIES)}")
+    xp = xp or ul2q.namespace(w)
+    axis = channel_axis if granularity == "channel" else None
+    alpha, beta = ul2q.scale_offset(w, k, axis, xp)
+    grid = deployable_grid(ul2q.to_numpy(alpha), ul2q.to_numpy(beta), k)
+    step, middle = ul2q.constant(grid.alpha, w, xp), ul2q.constant(grid.beta, w, xp)
+    return ul2q.codes(w, step, middle, k, channel_axis, xp), grid
+
+
+def quantize_weight(
+    w: Array, k: int, granularity: str = "tensor", channel_axis: int = 0, xp: Namespace | None = None
+) -> tuple[Array, Grid]:
+    """Quantise a weight: statistics, deployable grid, codes taken on that grid.
+
+    Args:
+        w: weight of any shape and floating type (computed with as float32).
+        k: width in bits, 1..8.
+        granularity: "tensor" or "channel".
+        channel_axis: axis of the output channels (1 for ConvTranspose weights).
+        xp: array namespace.
+
+    Returns:
+        The codes q, int8 of the shape of ``w``, and the grid.
+
+    Raises:
+        UsageError: an unknown granularity, an empty weight or one that is not finite.
+    """
+    xp = xp or ul2q.namespace(w)
+    q, grid = grid_codes(w, k, granularity, channel_axis, xp)
+    return ul2q.cast(q, "int8", xp), grid
+
+
+def zero_channels(
+    q: np.ndarray, grid: Grid, channels: np.ndarray, channel_axis: int = 0
+) -> tuple[np.ndarray, Grid]:
+    """Make the integer weights of some channels exactly 0, for example where BatchNorm's γ is 0.
+
+    If a code gives w_int = 0 on the grid as it is, the channels take that code and the grid stays. Otherwise
+    their codes become 0 and their offset, α and β̂ 0, which makes the grid one per channel; scale is kept.
+
+    Args:
+        q: codes, int8.
+        grid: their grid.
+        channels: bool [C], the channels to zero.
+        channel_axis: axis of the channels in ``q``.
+
+    Returns:
+        New codes and a grid for which `integer_weight` is 0 in ``channels`` and unchanged elsewhere.
+    """
+    count = q.shape[channel_axis]
+    channels = np.broadcast_to(np.asarray(channels, bool), (count,))
+    if not channels.any():
+        return q, grid
+    offset = np.broadcast_to(grid.offset, (count,))
+    code, rest = np.divmod(-offset, grid.multiplier)
+    half = 2 ** (grid.k - 1)
+    usable = (rest == 0) & (-half <= code) & (code < half)
+    keep = bool(np.all(usable[channels]))
+    zero = np.where(channels, code if keep else 0, 0)
+    mask = ul2q.along(channels, q.ndim, channel_axis, np)
+    q = np.where(mask, ul2q.along(zero, q.ndim, channel_axis, np), q).astype(np.int8)
+    if keep:
+        return q, grid
+
+    def zeroed(values: np.ndarray) -> np.ndarray:
+        return np.where(channels, 0, values).astype(values.dtype)
+
+    scale = np.broadcast_to(grid.scale, (count,)).copy()
+    new = replace(grid, alpha=zeroed(grid.alpha), beta=zeroed(grid.beta), scale=scale, offset=zeroed(offset))
+    return q, new
+
+
+def sqnr_db(w: np.ndarray, w_q: np.ndarray) -> float:
+    """Return the signal-to-noise ratio 10·log10(Σw²/Σ(w − w_q)²) of a quantisation in dB, ∞ without noise."""
+    wide = np.asarray(w, np.float64)
+    signal, noise = np.sum(wide**2), np.sum((wide - w_q) ** 2)
+    if noise == 0:
+        return float("inf")
+    return float(10 * np.log10(signal / noise)) if signal > 0 else float("-inf")
