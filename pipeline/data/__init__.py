@@ -1,0 +1,23 @@
+"""Data by name, path or Python object, split into train, validation and test, and cut into batches.
+
+Samples stay as the source stores them (often uint8) until they are fetched: then they are float32 [N, C, H,
+W] as the model takes them. Memory grows with the source, never with the work done on it.
+"""
+
+from ul2q.pipeline.data.batches import batches
+from ul2q.pipeline.data.datasets import ArrayDataset, Dataset, DataSplits, ImageDataset, MapDataset
+from ul2q.pipeline.data.load import load_data
+from ul2q.pipeline.data.preprocess import Preprocess
+from ul2q.pipeline.data.python import as_splits
+
+__all__ = [
+    "ArrayDataset",
+    "DataSplits",
+    "Dataset",
+    "ImageDataset",
+    "MapDataset",
+    "Preprocess",
+    "as_splits",
+    "batches",
+    "load_data",
+]
