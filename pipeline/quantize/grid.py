@@ -307,29 +307,30 @@ def zero_channels(
     Args:
         q: codes, int8.
         grid: their grid.
-        channels: bool [C], the channels to zero.
+        channels: the channels to zero, as indices or as bool [C].
         channel_axis: axis of the channels in ``q``.
 
     Returns:
         New codes and a grid for which `integer_weight` is 0 in ``channels`` and unchanged elsewhere.
     """
     count = q.shape[channel_axis]
-    channels = np.broadcast_to(np.asarray(channels, bool), (count,))
-    if not channels.any():
+    chosen = np.zeros(count, bool)
+    chosen[channels] = True
+    if not chosen.any():
         return q, grid
     offset = np.broadcast_to(grid.offset, (count,))
     code, rest = np.divmod(-offset, grid.multiplier)
     half = 2 ** (grid.k - 1)
     usable = (rest == 0) & (-half <= code) & (code < half)
-    keep = bool(np.all(usable[channels]))
-    zero = np.where(channels, code if keep else 0, 0)
-    mask = ul2q.along(channels, q.ndim, channel_axis, np)
+    keep = bool(np.all(usable[chosen]))
+    zero = np.where(chosen, code if keep else 0, 0)
+    mask = ul2q.along(chosen, q.ndim, channel_axis, np)
     q = np.where(mask, ul2q.along(zero, q.ndim, channel_axis, np), q).astype(np.int8)
     if keep:
         return q, grid
 
     def zeroed(values: np.ndarray) -> np.ndarray:
-        return np.where(channels, 0, values).astype(values.dtype)
+        return np.where(chosen, 0, values).astype(values.dtype)
 
     scale = np.broadcast_to(grid.scale, (count,)).copy()
     new = replace(grid, alpha=zeroed(grid.alpha), beta=zeroed(grid.beta), scale=scale, offset=zeroed(offset))
