@@ -67,7 +67,8 @@ parity.onnxruntime.argmax_agreement parity.onnxruntime.first_layer parity.keras 
 latency_ms.quantized latency_ms.ratio latency_ms.threads latency_ms.operators warnings
 """
 LAYER = """
-name op parameters outputs wbits abits granularity alpha beta sqnr_db bytes_float bytes_quantized quantized reason
+name op parameters outputs wbits abits granularity alpha beta sqnr_db bytes_float bytes_quantized quantized
+reason
 """
 OPEN = {"config", "seconds", "metrics", "latency_ms.operators"}
 

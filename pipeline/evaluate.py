@@ -1,0 +1,179 @@
+"""Use a finished model: accuracy on the test samples, and outputs for given inputs."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.files import write_bytes
+from ul2q.pipeline.progress import Progress
+from ul2q.runtimes import onnxruntime as runtime
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ul2q.pipeline.checkpoint import Checkpoint
+
+Array = npt.NDArray[Any]
+#: from inputs float32 [N, C, H, W] to the model's first output [N, ...]
+Predict = Callable[["Tensor"], "Tensor"]
+
+_BATCH = 256
+
+
+def recorded_preprocess(model: Path) -> dict[str, Any]:
+    """Read how ``model`` wants raw samples prepared.
+
+    Returns:
+        The content of ``ul2q.preprocess`` in the ONNX file, empty if it has none.
+
+    Raises:
+        UsageError: the file is unusable, or what it records is.
+    """
+    text = runtime.metadata(model).get("ul2q.preprocess", "{}")
+    try:
+        recorded = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UsageError(
+            f"{model}: its metadata ul2q.preprocess is not JSON: compress the model again"
+        ) from error
+    return recorded if isinstance(recorded, dict) else {}
+
+
+def evaluate_file(
+    model: Path,
+    data: str | None = None,
+    *,
+    arch: str | None = None,
+    arch_args: dict[str, Any] | None = None,
+    trust_pickle: bool = False,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Measure the accuracy of a file on the test samples.
+
+    Args:
+        model: an ONNX file or a checkpoint.
+        data: data source; None takes what a checkpoint records.
+        arch: the network of a checkpoint that does not record it.
+        arch_args: its arguments.
+        trust_pickle: allow checkpoints that can run code.
+        progress: where to show progress.
+
+    Returns:
+        ``samples``, ``top1`` and ``top5`` (fractions; top5 null for five classes or fewer), ``metrics``.
+
+    Raises:
+        UsageError: model and data cannot be used, or do not fit each other.
+    """
+    from ul2q.pipeline.accuracy import measure_accuracy
+    from ul2q.pipeline.checkpoint import load_checkpoint
+    from ul2q.pipeline.data import load_data
+
+    if model.suffix == ".onnx":
+        predict, fit, recorded = _onnx(model)
+    else:
+        predict, fit, recorded = _checkpoint(load_checkpoint(model, arch, arch_args, trust_pickle))
+    spec = data or recorded
+    if spec is None:
+        raise UsageError("--data is missing: the model does not record what it was trained on")
+    test = load_data(spec, **fit).test
+    if test is None or test.labels is None:
+        raise UsageError(f"{spec} holds no labelled test samples: accuracy needs labels")
+    if progress is not None:
+        progress.line(f"evaluating {model} on {len(test):,} test samples")
+    result = measure_accuracy(predict, test, _BATCH)
+    return {"samples": result.samples, "top1": result.top1, "top5": result.top5, "metrics": {}}
+
+
+def _onnx(model: Path) -> tuple[Predict, dict[str, Any], str | None]:
+    import torch
+
+    live = runtime.session(model)
+    spec, output = live.get_inputs()[0], live.get_outputs()[0]
+    fit: dict[str, Any] = {
+        "input_shape": _fixed(spec.shape[1:]),
+        "preprocess": recorded_preprocess(model) or None,
+    }
+    if len(output.shape) == 2 and isinstance(output.shape[1], int):
+        fit["classes"] = output.shape[1]
+
+    def predict(x: Tensor) -> Tensor:
+        return torch.from_numpy(runtime.run(live, x.numpy(), _BATCH)[output.name])
+
+    return predict, fit, None
+
+
+def _checkpoint(loaded: Checkpoint) -> tuple[Predict, dict[str, Any], str | None]:
+    fit = {"preprocess": loaded.preprocess, "input_shape": loaded.input_shape, "classes": loaded.classes}
+    return loaded.model, fit, (loaded.data or {}).get("spec")
+
+
+def _fixed(shape: list[Any]) -> tuple[int, ...] | None:
+    return tuple(shape) if shape and all(isinstance(size, int) for size in shape) else None
+
+
+def run_file(model: Path, inputs: Path, *, low_memory: bool = False) -> Array:
+    """Run an ONNX file on inputs.
+
+    Args:
+        model: the ONNX file.
+        inputs: a .npy file, an image, or a folder of images (taken in the order of their names). Images and
+            byte arrays are preprocessed as the model records; other arrays are the model's input itself.
+        low_memory: see ``runtime.session``.
+
+    Returns:
+        The model's first output [N, ...].
+
+    Raises:
+        UsageError: model or inputs cannot be used, or do not fit each other.
+    """
+    live = runtime.session(model, low_memory=low_memory)
+    x = _read_inputs(inputs, model, _fixed(live.get_inputs()[0].shape[1:]))
+    return next(iter(runtime.run(live, x, _BATCH).values()))
+
+
+def _read_inputs(inputs: Path, model: Path, shape: tuple[int, ...] | None) -> Array:
+    if not inputs.exists():
+        raise UsageError(f"{inputs} does not exist: give a .npy file, an image or a folder of images")
+    raw = None
+    if inputs.suffix == ".npy":
+        try:
+            raw = np.load(inputs, allow_pickle=False)
+        except (ValueError, EOFError) as error:
+            raise UsageError(
+                f"{inputs} is no .npy array of numbers, or it is truncated: save it again"
+            ) from error
+        if raw.dtype != np.uint8:
+            return np.asarray(raw)
+    from ul2q.pipeline.data import ImageDataset, Preprocess
+    from ul2q.pipeline.data.images import SUFFIXES
+    from ul2q.pipeline.data.load import array_dataset
+    from ul2q.pipeline.data.sources import Arrays
+
+    preprocess = Preprocess.from_dict(recorded_preprocess(model))
+    if raw is not None:
+        dataset: Any = array_dataset(Arrays(raw, None, str(inputs)), None, preprocess, shape, None)
+    else:
+        paths = [inputs]
+        if inputs.is_dir():
+            paths = sorted(path for path in inputs.iterdir() if path.suffix.lower() in SUFFIXES)
+        if not paths:
+            raise UsageError(f"{inputs} holds no images ({', '.join(sorted(SUFFIXES))})")
+        if shape is None or len(shape) != 3:
+            raise UsageError(f"{model} takes {shape}, which no image fits: give a .npy file")
+        dataset = ImageDataset(paths, preprocess.resolve(np.dtype(np.uint8), 0, 255, str(inputs)), shape)
+    return dataset.fetch(np.arange(len(dataset)))[0].numpy()
+
+
+def save_array(path: Path, values: Array) -> None:
+    """Write ``values`` to ``path`` in one step: a reader sees the old file or the whole new one."""
+    content = io.BytesIO()
+    np.save(content, values)
+    write_bytes(path, content.getbuffer())

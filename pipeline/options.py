@@ -1,0 +1,155 @@
+"""What the commands share: their common options, reading option values, printing results."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ul2q.pipeline.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ul2q.pipeline.config import QuantConfig
+
+Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show warnings, and the whole trace of an error.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is already there.")]
+Data = Annotated[
+    str | None,
+    typer.Option(
+        help="digits, mnist5k, or a path: image, MNIST IDX or CIFAR-10 folder, .npz with x and y, .npy.",
+        metavar="DATA",
+    ),
+]
+Arch = Annotated[
+    str | None, typer.Option(help="Network of a bare state dict: a name, or package.module:callable.")
+]
+ArchArgs = Annotated[str | None, typer.Option(metavar="JSON", help="Arguments of --arch.")]
+OnnxFile = Annotated[Path, typer.Argument(metavar="MODEL.onnx", help="An ONNX file.", show_default=False)]
+TrustPickle = Annotated[
+    bool, typer.Option("--trust-pickle", help="Load files that can run code. Only for files you trust.")
+]
+
+
+def console() -> Console:
+    """Make the console for results.
+
+    Returns:
+        One that fits the terminal, or is wide where there is none.
+    """
+    from rich.console import Console
+
+    # A pipe or a file has no width: do not fold tables there.
+    return Console(width=None if sys.stdout.isatty() else 160)
+
+
+def print_json(document: object) -> None:
+    """Print one JSON document."""
+    typer.echo(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def numbers(text: str | None, option: str, kind: Callable[[str], Any]) -> tuple[Any, ...] | None:
+    """Read ``1,28,28``.
+
+    Returns:
+        The numbers, None for None.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    if text is None:
+        return None
+    try:
+        return tuple(kind(part) for part in text.split(","))
+    except ValueError as error:
+        raise UsageError(f"{option} is {text!r}: give numbers separated by commas") from error
+
+
+def json_object(text: str, where: str) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Returns:
+        The object.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UsageError(f'{where} is not JSON ({error}): give an object such as {{"wbits": 2}}') from error
+    if not isinstance(value, dict):
+        raise UsageError(f"{where} is a JSON {type(value).__name__}: give an object")
+    return value
+
+
+def network_args(text: str | None) -> dict[str, Any] | None:
+    """Read ``--arch-args``.
+
+    Returns:
+        The arguments, None for None.
+    """
+    return None if text is None else json_object(text, "--arch-args")
+
+
+def read_text(path: Path, what: str) -> str:
+    """Read a text file.
+
+    Returns:
+        Its content.
+
+    Raises:
+        UsageError: it is missing or no text.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+        raise UsageError(f"{path} is no file: give {what}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is no text: give {what}") from error
+
+
+def quant_config(path: Path | None, given: dict[str, Any]) -> QuantConfig:
+    """Merge a configuration file and the options.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        UsageError: the file is unusable, or no width is given.
+    """
+    from ul2q.pipeline.config import QuantConfig
+
+    values = {} if path is None else json_object(read_text(path, "a config.json"), str(path))
+    values |= given
+    if "wbits" not in values:
+        raise UsageError("--wbits is missing: give 1 to 8")
+    return QuantConfig.from_dict(values)
+
+
+def print_report(values: dict[str, Any], as_json: bool) -> None:
+    """Print the content of report.json as tables, or as it is."""
+    from ul2q.pipeline.report.render import tables
+    from ul2q.pipeline.report.schema import complete
+
+    if as_json:
+        print_json(values)
+    else:
+        tables(complete(values), console())
+
+
+def shown(values: dict[str, Any]) -> str:
+    """Write metrics on one line.
+
+    Returns:
+        For example ``epochs 12, accuracy 0.986``.
+    """
+    parts = ((name, f"{value:.4g}" if isinstance(value, float) else value) for name, value in values.items())
+    return ", ".join(f"{name} {value}" for name, value in parts)
