@@ -12,10 +12,11 @@ Tables are uint8 [256], or [256, 256] indexed by the codes of the first and the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from scipy.special import expit
 
@@ -76,9 +77,9 @@ def add_table(
 ) -> NDArray[np.uint8]:
     """Return the [256, 256] table of QLinearAdd.
 
-    round(fma(a, r_a, fma(b, r_b, fixed))), fixed = z_out − fma(r_a, z_a, r_b·z_b), r_a = s_a/s_out, r_b = s_b/s_out.
-    A first operand that broadcasts along the innermost dimensions is taken as the second: use
-    ``add_table(b, a).T`` there. A few entries in ten million differ.
+    round(fma(a, r_a, fma(b, r_b, fixed))) with fixed = z_out − fma(r_a, z_a, r_b·z_b) and r = s/s_out.
+    A first operand that broadcasts along the innermost dimension is taken as the second by ONNX Runtime: use
+    the transposed table of (b, a) there. They differ in a few of ten million entries.
     """
     ra, rb = _F32(a_scale) / _F32(out_scale), _F32(b_scale) / _F32(out_scale)
     fixed = _F32(out_zero_point) - fma(ra, _F32(a_zero_point), rb * _F32(b_zero_point))
@@ -142,3 +143,51 @@ def hard_sigmoid(x: NDArray[np.float32], alpha: float = 1 / 6, beta: float = 0.5
 def hard_swish(x: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return x·clip(x/6 + 1/2, 0, 1), for `unary_table` (HardSwish between Q and DQ)."""
     return x * hard_sigmoid(x)
+
+
+def average_pool(
+    codes: NDArray[np.uint8],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    pads: Sequence[int],
+    count_include_pad: bool,
+    in_scale: float,
+    in_zero_point: int,
+    out_scale: float,
+    out_zero_point: int,
+) -> NDArray[np.uint8]:
+    """Return what QLinearAveragePool computes: round(mean/s_out + z_out).
+
+    The mean is the float32 sum of the dequantised codes in row-major order over their number.
+
+    Args:
+        codes: [N, C, spatial...].
+        kernel: window, one number per spatial axis.
+        stride: its steps.
+        pads: all begins, then all ends (ONNX order).
+        count_include_pad: whether padding counts in the divisor.
+        in_scale: scale of ``codes``.
+        in_zero_point: their zero point.
+        out_scale: scale of the result.
+        out_zero_point: its zero point.
+
+    Returns:
+        Codes [N, C, spatial...].
+    """
+    n = len(kernel)
+    width = [(0, 0), (0, 0), *((pads[i], pads[n + i]) for i in range(n))]
+    axes = tuple(range(2, 2 + n))
+    every: tuple[Any, ...] = (..., *(slice(None, None, s) for s in stride), *[slice(None)] * n)
+
+    def windows(values: NDArray[np.float32]) -> NDArray[np.float32]:
+        view = sliding_window_view(np.pad(values, width), tuple(kernel), axis=axes)[every]
+        return view.reshape(*view.shape[: 2 + n], -1)
+
+    terms = windows(dequantize(codes, in_scale, in_zero_point))
+    total = np.zeros(terms.shape[:-1], np.float32)
+    for i in range(terms.shape[-1]):  # in this order: float32 addition does not associate
+        total = total + terms[..., i]
+    inside = windows(np.ones((1, 1, *codes.shape[2:]), np.float32)).sum(-1)
+    count = np.full_like(inside, np.prod(kernel)) if count_include_pad else inside
+    steps_out = total / count / _F32(out_scale) + _F32(out_zero_point)
+    return np.clip(np.round(steps_out), 0, 255).astype(np.uint8)

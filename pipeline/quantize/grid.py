@@ -255,22 +255,26 @@ def dequantize(q: Array, grid: Grid, channel_axis: int = 0, xp: Namespace | None
     return _integers(q, grid, channel_axis, xp) * scale
 
 
-def grid_codes(
+def weight_grid(
     w: Array, k: int, granularity: str = "tensor", channel_axis: int = 0, xp: Namespace | None = None
-) -> tuple[Array, Grid]:
-    """Return codes and grid of a weight as `quantize_weight` does, the codes as float32.
+) -> Grid:
+    """Return the deployable grid of a weight (arguments: see `quantize_weight`).
 
     Raises:
         UsageError: an unknown granularity, an empty weight or one that is not finite.
     """
     if granularity not in GRANULARITIES:
         raise UsageError(f"granularity is {granularity!r}: use one of {', '.join(GRANULARITIES)}")
-    xp = xp or ul2q.namespace(w)
     axis = channel_axis if granularity == "channel" else None
     alpha, beta = ul2q.scale_offset(w, k, axis, xp)
-    grid = deployable_grid(ul2q.to_numpy(alpha), ul2q.to_numpy(beta), k)
-    step, middle = ul2q.constant(grid.alpha, w, xp), ul2q.constant(grid.beta, w, xp)
-    return ul2q.codes(w, step, middle, k, channel_axis, xp), grid
+    return deployable_grid(ul2q.to_numpy(alpha), ul2q.to_numpy(beta), k)
+
+
+def grid_codes(w: Array, grid: Grid, channel_axis: int = 0, xp: Namespace | None = None) -> Array:
+    """Return the codes of ``w`` on ``grid``, taken with β̂, as float32 of the shape of ``w``."""
+    xp = xp or ul2q.namespace(w)
+    alpha, beta = ul2q.constant(grid.alpha, w, xp), ul2q.constant(grid.beta, w, xp)
+    return ul2q.codes(w, alpha, beta, grid.k, channel_axis, xp)
 
 
 def quantize_weight(
@@ -292,8 +296,8 @@ def quantize_weight(
         UsageError: an unknown granularity, an empty weight or one that is not finite.
     """
     xp = xp or ul2q.namespace(w)
-    q, grid = grid_codes(w, k, granularity, channel_axis, xp)
-    return ul2q.cast(q, "int8", xp), grid
+    grid = weight_grid(w, k, granularity, channel_axis, xp)
+    return ul2q.cast(grid_codes(w, grid, channel_axis, xp), "int8", xp), grid
 
 
 def zero_channels(

@@ -1,0 +1,246 @@
+"""Streaming statistics of an activation, and the fit of its 8-bit grid.
+
+[P] (see `ul2q.pipeline.quantize.ul2q`) estimates an activation's (α, β) by an exponential moving average over
+the training data. Here the averages are bias-corrected, extremes and a histogram of constant size are kept
+beside them, and 0 is always a level: zero padding, ReLU and the runtime need it.
+
+A grid is s·(p − z) with p = 0..255, s float32 and z the uint8 zero point; `ActivationParams` holds s and z.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import brentq, minimize_scalar
+from scipy.special import ndtr
+
+from ul2q.pipeline.config import ACT_FITS
+from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.quantize import ul2q
+from ul2q.pipeline.quantize.histogram import Histogram
+
+MOMENTUM: Final = 0.9
+"""Weight of the past in each update (the value of the authors' code)."""
+
+Floats = NDArray[np.float64]
+Clip = tuple[float, float] | None
+
+
+@dataclass
+class ActivationStats:
+    """Bias-corrected moving averages over batches, true extremes, element count and histogram of one tensor.
+
+    Attributes:
+        momentum: weight of the past.
+        low: the smallest value seen.
+        high: the largest value seen.
+        count: number of values seen.
+        histogram: of all values, or of an even sample of each batch.
+    """
+
+    momentum: float = MOMENTUM
+    low: float = float("inf")
+    high: float = float("-inf")
+    count: int = 0
+    histogram: Histogram = field(default_factory=Histogram)
+    _sums: Floats = field(default_factory=lambda: np.zeros(4))
+    _weight: float = 0.0
+
+    def update(self, mean: float, second: float, low: float, high: float, count: int) -> None:
+        """Take in one batch by its mean E[x], second moment E[x²], extremes and number of values."""
+        self._sums = self.momentum * self._sums + (1 - self.momentum) * np.array([mean, second, low, high])
+        self._weight = self.momentum * self._weight + (1 - self.momentum)
+        self.low, self.high = min(self.low, low), max(self.high, high)
+        self.count += count
+
+    def observe(self, x: NDArray[np.float32]) -> None:
+        """Take in a batch of finite values."""
+        wide = x.astype(np.float64)
+        self.update(float(wide.mean()), float((wide**2).mean()), float(x.min()), float(x.max()), x.size)
+        self.histogram.add(x)
+
+    @property
+    def averages(self) -> tuple[float, float, float, float]:
+        """Return the bias-corrected averages of E[x], E[x²], min x and max x."""
+        mean, second, low, high = (float(v) for v in self._sums / self._weight)
+        return mean, second, low, high
+
+    @property
+    def sigma(self) -> float:
+        """Return √(E[x²] − E[x]²) of the averages: variances are averaged, not standard deviations."""
+        mean, second, _, _ = self.averages
+        return max(second - mean**2, 0.0) ** 0.5
+
+
+@dataclass(frozen=True)
+class ActivationParams:
+    """A fitted grid.
+
+    Attributes:
+        scale: s, a float32 value.
+        zero_point: z, 0..255.
+        fit: the rule that gave it: normal, rectified, minmax or search.
+        error: its mean squared error on the histogram over the mean square.
+        errors: that error for every rule that was tried.
+    """
+
+    scale: float
+    zero_point: int
+    fit: str
+    error: float
+    errors: dict[str, float]
+
+
+def snap(low: Floats, high: Floats, clip: Clip = None) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Return scale and zero point of grids for the ranges ``low``..``high``, with 0 an exact level.
+
+    lo = min(0, low), hi = max(0, high), s = (hi − lo)/255, z = round(−lo/s). An empty range becomes 0..1.
+
+    Args:
+        low: lower ends [K].
+        high: upper ends [K].
+        clip: bounds, around 0, that no level may pass; s shrinks where it has to.
+
+    Returns:
+        Scales float32 [K] and zero points int64 [K].
+    """
+    floor, ceiling = clip or (-np.inf, np.inf)
+    lo, hi = np.clip(low, floor, 0.0), np.clip(high, 0.0, ceiling)
+    empty = hi - lo < 255 * ul2q.SMALLEST_STEP
+    lo, hi = (
+        np.where(empty, max(floor, -1.0) if ceiling <= 0 else 0.0, lo),
+        np.where(empty, min(ceiling, 1.0), hi),
+    )
+    scale = (hi - lo) / 255
+    z = np.round(-lo / scale)
+    if clip is not None:
+        below, above = np.maximum(z, 1e-9), np.maximum(255 - z, 1e-9)
+        scale = np.minimum(
+            scale,
+            np.minimum(np.where(z > 0, -floor / below, scale), np.where(z < 255, ceiling / above, scale)),
+        )
+    narrow = scale.astype(np.float32)
+    # Rounding to float32 must not carry the outer levels past the clip.
+    over = (narrow * z > -floor) | (narrow * (255 - z) > ceiling)
+    narrow = np.where(over, np.nextafter(narrow, np.float32(0)), narrow)
+    return narrow, z.astype(np.int64)
+
+
+def _rectified_moments(t: float) -> tuple[float, float]:
+    """Return E[x] and E[x²] of x = max(0, N(t, 1))."""
+    mass, density = float(ndtr(t)), float(np.exp(-0.5 * t * t) / np.sqrt(2 * np.pi))
+    return t * mass + density, (t * t + 1) * mass + t * density
+
+
+def rectified_normal(mean: float, second: float) -> tuple[float, float]:
+    """Return (μ/σ, σ) of the normal whose rectification max(0, N(μ, σ²)) has the moments E[x] and E[x²].
+
+    E[x]²/E[x²] grows with t = μ/σ alone; t is kept within −10..50.
+    """
+    ratio = mean**2 / second
+
+    def excess(t: float) -> float:
+        first, square = _rectified_moments(t)
+        return first**2 / square - ratio
+
+    low, high = -10.0, 50.0
+    t = low if excess(low) > 0 else high if excess(high) < 0 else float(brentq(excess, low, high))
+    return t, (second / _rectified_moments(t)[1]) ** 0.5
+
+
+def rectified_loss(step: float, t: float) -> float:
+    """Return the expected squared error of the levels 0, s, …, 255s on max(0, N(t, 1))."""
+    j = np.arange(256)
+    edges = np.concatenate(([0.0], (j[:-1] + 0.5) * step)) - t
+    density = np.exp(-0.5 * edges**2) / np.sqrt(2 * np.pi)
+    mass = -np.diff(ndtr(-edges), append=0.0)
+    first = -np.diff(density, append=0.0)
+    second = mass - np.diff(edges * density, append=0.0)
+    level = j * step - t
+    return float(np.sum(second - 2 * level * first + level**2 * mass))
+
+
+def rectified_step(t: float) -> float:
+    """Return the step that minimises `rectified_loss`."""
+    longest = np.log((max(t, 0.0) + 9) / 255)
+    found = minimize_scalar(
+        lambda v: rectified_loss(np.exp(v), t), bounds=(longest - 4, longest), method="bounded"
+    )
+    return float(np.exp(found.x))
+
+
+def _normal_range(stats: ActivationStats) -> tuple[float, float]:
+    """Return β ∓ 127.5α with α = λ*_8·σ, β = μ ([P])."""
+    mean = stats.averages[0]
+    reach = 127.5 * ul2q.LAMBDA[8] * stats.sigma
+    return mean - reach, mean + reach
+
+
+def _rectified_range(stats: ActivationStats) -> tuple[float, float]:
+    mean, second, _, _ = stats.averages
+    t, sigma = rectified_normal(mean, second)
+    return 0.0, 255 * sigma * rectified_step(t)
+
+
+def _errors(stats: ActivationStats, low: Floats, high: Floats, clip: Clip) -> Floats:
+    return stats.histogram.squared_error(*snap(low, high, clip))
+
+
+def _search(stats: ActivationStats, clip: Clip) -> tuple[float, float]:
+    """Return the range of least error, from shrinking the true extremes: both together, then each alone."""
+    low, high = min(stats.low, 0.0), max(stats.high, 0.0)
+
+    def best(lows: Floats, highs: Floats) -> tuple[float, float]:
+        i = int(np.argmin(_errors(stats, lows, highs, clip)))
+        return float(lows[i]), float(highs[i])
+
+    coarse, fine = 2.0 ** (-np.arange(65) / 8), 2.0 ** (np.arange(-8, 9) / 64)
+    low, high = best(low * coarse, high * coarse)
+    for factors in (2.0 ** (np.arange(-24, 25) / 8), fine, fine):
+        for move_low in (False, True):
+            ends = np.clip((low if move_low else high) * factors, stats.low, stats.high)
+            still = np.full_like(ends, high if move_low else low)
+            if np.any(ends != 0):
+                low, high = best(ends, still) if move_low else best(still, ends)
+    return low, high
+
+
+def fit_activation(stats: ActivationStats, fit: str = "auto", clip: Clip = None) -> ActivationParams:
+    """Fit the grid of an activation.
+
+    ``normal`` is [P]'s rule. ``rectified`` takes the tensor for max(0, N(μ, σ²)) and the step optimal for
+    that (``normal`` instead if negative values were seen). ``minmax`` takes the averaged extremes. ``auto``
+    takes the least squared error among these and a search over the ends of the range.
+
+    Args:
+        stats: what calibration has seen.
+        fit: normal, rectified, minmax or auto.
+        clip: bounds that the levels may not pass, such as (0, 6) before a ReLU6.
+
+    Returns:
+        The grid and the errors of all rules tried.
+
+    Raises:
+        UsageError: an unknown fit, or nothing was observed.
+    """
+    if fit not in ACT_FITS:
+        raise UsageError(f"act_fit is {fit!r}: use one of {', '.join(ACT_FITS)}")
+    if not stats.count:
+        raise UsageError("no activations were observed: run calibration batches first")
+    ranges = {"normal": _normal_range(stats)}
+    if stats.low >= 0 and stats.high > 0:
+        ranges["rectified"] = _rectified_range(stats)
+    ranges["minmax"] = stats.averages[2:]
+    if fit == "auto":
+        ranges["search"] = _search(stats, clip)
+    low, high = np.array(list(ranges.values())).T
+    scales, zero_points = snap(low, high, clip)
+    power = stats.histogram.mean_square()
+    relative = stats.histogram.squared_error(scales, zero_points) / (power or 1.0)
+    errors = dict(zip(ranges, (float(e) for e in relative), strict=True))
+    name = min(errors, key=lambda rule: errors[rule]) if fit == "auto" else fit if fit in errors else "normal"
+    i = list(ranges).index(name)
+    return ActivationParams(float(scales[i]), int(zero_points[i]), name, errors[name], errors)

@@ -1,0 +1,195 @@
+"""Quantisers as torch modules: the training forward computes exactly the values that are deployed."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from ul2q.pipeline.config import ACT_FITS, GRANULARITIES
+from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.quantize import grid as grids
+from ul2q.pipeline.quantize.ema import ActivationParams, ActivationStats, Clip, fit_activation
+from ul2q.pipeline.quantize.histogram import BINS
+
+MODES: Final = ("off", "observe", "quantize")
+HISTOGRAM_SAMPLE: Final = 2**18
+"""At most so many values of a batch, evenly spaced, enter the histogram; moments and extremes take all."""
+
+
+class _QuantizedWeight(torch.autograd.Function):
+    """scale·w_int of the weight's own grid; ∂L/∂w = ∂L/∂w_q (equation 15 of [P]), for clipped weights too."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, k: int, granularity: str, channel_axis: int) -> Tensor:  # noqa: ARG004
+        values = w.float()
+        # NumPy and torch give equal bits; on the CPU NumPy sums faster and shares the memory.
+        source = values.numpy() if values.device.type == "cpu" else values
+        grid = grids.weight_grid(source, k, granularity, channel_axis)
+        q = grids.grid_codes(values, grid, channel_axis)
+        return grids.dequantize(q, grid, channel_axis).to(w.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ARG004
+        return gradients[0], None, None, None
+
+
+class WeightQuantizer(nn.Module):
+    """μL2Q as a `torch.nn.utils.parametrize` parametrisation of a weight.
+
+    Forward: scale·(multiplier·q + offset) with the grid of the current weight, equal bit for bit to
+    `ul2q.pipeline.quantize.grid.quantize_weight` and to DequantizeLinear. Backward: identity, without a
+    gradient through μ and σ.
+
+    Args:
+        k: width in bits, 1..8.
+        granularity: "tensor" or "channel".
+        channel_axis: axis of the output channels (1 for ConvTranspose).
+
+    Raises:
+        UsageError: an argument is out of range.
+    """
+
+    def __init__(self, k: int, granularity: str = "tensor", channel_axis: int = 0) -> None:
+        super().__init__()
+        if k not in range(1, 9):
+            raise UsageError(f"k is {k}: weights take 1 to 8 bits")
+        if granularity not in GRANULARITIES:
+            raise UsageError(f"granularity is {granularity!r}: use one of {', '.join(GRANULARITIES)}")
+        self.k, self.granularity, self.channel_axis = k, granularity, channel_axis
+
+    def forward(self, w: Tensor) -> Tensor:
+        """Return the quantised weight, of the shape and type of ``w``."""
+        return _QuantizedWeight.apply(w, self.k, self.granularity, self.channel_axis)
+
+    def right_inverse(self, w: Tensor) -> Tensor:
+        """Return ``w``: assigning a weight sets the float weight behind it."""
+        return w
+
+    def extra_repr(self) -> str:
+        """Return the arguments as text."""
+        return f"k={self.k}, granularity={self.granularity!r}, channel_axis={self.channel_axis}"
+
+
+class _QuantizedActivation(torch.autograd.Function):
+    """(p − z)·s with p = clip(round(x/s) + z, 0, 255); the gradient passes where p was not clipped."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+        steps = torch.round(x.float() / scale) + zero_point
+        p = steps.clamp(0, 255)
+        ctx.save_for_backward(steps == p)
+        return ((p - zero_point) * scale).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (inside,) = ctx.saved_tensors
+        return gradients[0] * inside, None, None
+
+
+class ActivationQuantizer(nn.Module):
+    """8-bit quantiser of one activation tensor, scale and zero point per tensor.
+
+    Modes: "off" passes x through; "observe" does so after taking it into the statistics; "quantize" returns
+    (p − zero_point)·scale with p = clip(round(x/scale) + zero_point, 0, 255) and passes the gradient inside
+    the range only. `set_from_stats` goes from "observe" to "quantize".
+
+    Args:
+        name: what errors call it.
+        fit: normal, rectified, minmax or auto (see `fit_activation`).
+        clip: bounds that the levels may not pass, for a following or fused clamp.
+
+    Attributes:
+        scale: float32 buffer [].
+        zero_point: int32 buffer [], 0..255.
+        stats: the statistics.
+        params: the last fit, or None.
+
+    Raises:
+        UsageError: an unknown fit.
+    """
+
+    scale: Tensor
+    zero_point: Tensor
+
+    def __init__(self, name: str = "activation", fit: str = "auto", clip: Clip = None) -> None:
+        super().__init__()
+        if fit not in ACT_FITS:
+            raise UsageError(f"act_fit is {fit!r}: use one of {', '.join(ACT_FITS)}")
+        self.name, self.fit, self.clip = name, fit, clip
+        self.stats = ActivationStats()
+        self.params: ActivationParams | None = None
+        self._mode = "off"
+        self.register_buffer("scale", torch.tensor(1.0))
+        self.register_buffer("zero_point", torch.tensor(0, dtype=torch.int32))
+
+    @property
+    def mode(self) -> str:
+        """The mode: off, observe or quantize."""
+        return self._mode
+
+    @mode.setter
+    def mode(self, mode: str) -> None:
+        if mode not in MODES:
+            raise UsageError(f"mode is {mode!r}: use one of {', '.join(MODES)}")
+        self._mode = mode
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x`` or its quantised value, of the same shape and type.
+
+        Raises:
+            UsageError: values to observe are NaN or infinite.
+        """
+        if self._mode == "observe":
+            self._observe(x.detach())
+        if self._mode == "quantize":
+            return _QuantizedActivation.apply(x, self.scale, self.zero_point)
+        return x
+
+    def _observe(self, x: Tensor) -> None:
+        """Take ``x`` into the statistics.
+
+        Raises:
+            UsageError: ``x`` has NaN or infinite values.
+        """
+        if x.numel() == 0:
+            return
+        flat = x.float().reshape(-1)
+        low, high = (float(v) for v in torch.aminmax(flat))
+        if not (abs(low) < float("inf") and abs(high) < float("inf")):
+            bad = int((~torch.isfinite(flat)).sum())
+            raise UsageError(
+                f"{self.name}: {bad} of {flat.numel()} values are NaN or infinite: check the inputs"
+            )
+        mean = float(flat.sum(dtype=torch.float64)) / flat.numel()
+        second = float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2 / flat.numel()
+        self.stats.update(mean, second, low, high, flat.numel())
+        histogram = self.stats.histogram
+        histogram.cover(low, high)
+        sample = flat[:: -(-flat.numel() // HISTOGRAM_SAMPLE)]
+        bins = (sample * histogram.inverse_width).floor_().sub_(histogram.start)
+        counts = torch.bincount(bins.to(torch.int32), minlength=BINS)
+        histogram.add_counts(counts.cpu().numpy(), int((sample == 0).sum()))
+
+    def set_from_stats(self) -> ActivationParams:
+        """Fit scale and zero point to what was observed and switch to "quantize".
+
+        Returns:
+            The fit.
+
+        Raises:
+            UsageError: nothing was observed.
+        """
+        if not self.stats.count:
+            raise UsageError(f"{self.name}: no activations were observed; run calibration batches first")
+        self.params = fit_activation(self.stats, self.fit, self.clip)
+        self.scale.fill_(self.params.scale)
+        self.zero_point.fill_(self.params.zero_point)
+        self.mode = "quantize"
+        return self.params
+
+    def extra_repr(self) -> str:
+        """Return name, mode and grid as text."""
+        grid = f"scale={float(self.scale):.6g}, zero_point={int(self.zero_point)}"
+        return f"name={self.name!r}, mode={self._mode!r}, fit={self.fit!r}, {grid}"

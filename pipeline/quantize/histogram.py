@@ -1,0 +1,119 @@
+"""A streaming histogram of constant size whose bins merge exactly, and the error of 8-bit grids on it."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+BINS: Final = 2048
+_NARROWEST: Final = -110
+"""Exponent of the narrowest bin: 2^110 times a value of that size is still an ordinary float32."""
+_INDEX_BITS: Final = 22
+"""Bin numbers stay below 2^22 in absolute value, so that they are exact as float32."""
+
+
+class Histogram:
+    """Counts of values in 2,048 bins of width 2^e at whole multiples of the width.
+
+    A value x belongs to bin ⌊x/2^e⌋, which floating point computes exactly. When values outside arrive, the
+    window moves if that suffices; otherwise the width doubles and pairs of bins merge, which is exact too:
+    the counts are those of a histogram made with the final bins at once. Exact zeros are counted apart as
+    well (`zeros`), since every activation grid holds them without error.
+    """
+
+    def __init__(self) -> None:
+        self.counts: NDArray[np.int64] = np.zeros(BINS, np.int64)
+        self.zeros = 0
+        self.start = 0
+        self.exponent = _NARROWEST
+        self.total = 0
+
+    @property
+    def inverse_width(self) -> float:
+        """Return 1/width, a power of two: bin ``i`` of `counts` holds ⌊x·inverse_width⌋ − start = i."""
+        return 2.0**-self.exponent
+
+    def cover(self, low: float, high: float) -> None:
+        """Move the window and widen the bins until the counted values and ``low``..``high`` have bins."""
+        largest = max(abs(low), abs(high))
+        floor = max(_NARROWEST, math.frexp(largest)[1] - _INDEX_BITS) if largest else _NARROWEST
+        if not self.total:
+            self.exponent = floor
+        while self.exponent < floor:
+            self._merge()
+        while True:
+            first, last = math.floor(low * self.inverse_width), math.floor(high * self.inverse_width)
+            if self.total:
+                used = np.flatnonzero(self.counts)
+                first, last = min(first, self.start + int(used[0])), max(last, self.start + int(used[-1]))
+            if last - first < BINS:
+                break
+            self._merge()
+        if not self.start <= first <= last < self.start + BINS:
+            self._move(first - (BINS - 1 - last + first) // 2)
+
+    def _merge(self) -> None:
+        """Double the width; bin ⌊i/2⌋ takes bin i."""
+        padded = np.concatenate((np.zeros(self.start % 2, np.int64), self.counts))
+        padded = np.pad(padded, (0, len(padded) % 2))
+        merged = padded[0::2] + padded[1::2]
+        self.counts = np.pad(merged, (0, BINS - len(merged)))
+        self.start //= 2
+        self.exponent += 1
+
+    def _move(self, start: int) -> None:
+        """Let the window begin at bin number ``start``; it has to hold all counted values."""
+        used = np.flatnonzero(self.counts)
+        moved = np.zeros_like(self.counts)
+        moved[used + self.start - start] = self.counts[used]
+        self.counts, self.start = moved, start
+
+    def add_counts(self, counts: NDArray[np.int64], zeros: int) -> None:
+        """Add ``counts`` [2048] of values in the present bins, ``zeros`` of them exactly 0."""
+        self.counts = self.counts + counts
+        self.total += int(counts.sum())
+        self.zeros += zeros
+
+    def add(self, values: NDArray[np.float32]) -> None:
+        """Add finite float32 ``values``."""
+        self.cover(float(values.min()), float(values.max()))
+        bins = np.floor(values * np.float32(self.inverse_width)) - np.float32(self.start)
+        counts = np.bincount(bins.ravel().astype(np.int64), minlength=BINS)
+        self.add_counts(counts, int(np.count_nonzero(values == 0)))
+
+    def squared_error(self, scale: NDArray[np.float32], zero_point: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return the mean squared error of the counted values on grids scale·(p − zero_point), p = 0..255.
+
+        Values are taken as evenly spread within their bin, exact zeros excepted.
+
+        Args:
+            scale: candidates' scales [K].
+            zero_point: their zero points [K].
+
+        Returns:
+            Errors [K].
+        """
+        used = np.flatnonzero(self.counts)
+        first, last = used[0], used[-1]
+        counts = self.counts[first : last + 1].astype(np.float64)
+        if first <= -self.start <= last:
+            counts[-self.start - first] -= self.zeros
+        edges = np.arange(self.start + first, self.start + last + 2) * 2.0**self.exponent
+        step = scale.astype(np.float64)[:, None]
+        u = edges / step + zero_point[:, None]
+        p = np.clip(np.round(u), 0, 255)
+        # The integral of (u − round(u))² from 0 to u: 1/12 for each whole cell, cubic within one.
+        integral = p / 12 + (u - p) ** 3 / 3
+        width = 2.0**self.exponent / step
+        return np.sum(counts * np.diff(integral) / width, axis=1) * step[:, 0] ** 2 / self.total
+
+    def mean_square(self) -> float:
+        """Return the mean of x² under the same assumption as `squared_error`."""
+        counts = self.counts.astype(np.float64)
+        if 0 <= -self.start < BINS:
+            counts[-self.start] -= self.zeros
+        index = np.arange(self.start, self.start + BINS, dtype=np.float64)
+        return float(np.sum(counts * (index**2 + index + 1 / 3)) * 4.0**self.exponent / self.total)
