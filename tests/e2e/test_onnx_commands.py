@@ -1,0 +1,139 @@
+"""``run``, ``bench``, ``inspect`` and ``evaluate`` of ONNX files that other tools made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from PIL import Image
+
+
+def test_run_takes_floats_as_they_are_and_bytes_as_recorded(
+    cli: Any, onnx_file: Path, tmp_path: Path
+) -> None:
+    raw = np.random.default_rng(0).integers(0, 256, (6, 1, 8, 8)).astype(np.uint8)
+    np.save(tmp_path / "raw.npy", raw)
+    np.save(tmp_path / "ready.npy", raw * np.float32(0.5))
+    want = raw.reshape(6, 64)[:, :10] * np.float32(0.5)
+    for name in ("raw", "ready"):
+        done = cli("run", onnx_file, "--input", tmp_path / f"{name}.npy", "-o", tmp_path / "out.npy")
+        assert done.out == f"{tmp_path / 'out.npy'}: [6, 10]\n"
+        np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), want)
+    found = cli("run", onnx_file, "--input", tmp_path / "raw.npy", "--low-memory", "--json").json()
+    assert found == {"samples": 6, "shape": [6, 10], "argmax": want.argmax(1).tolist()}
+    first = cli("run", onnx_file, "--input", tmp_path / "raw.npy").out.splitlines()[0]
+    assert first == f"0: class {want[0].argmax()}, score {want[0].max():.4g}"
+
+
+def test_run_takes_an_image_or_a_folder_of_images(cli: Any, onnx_file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "images"
+    folder.mkdir()
+    for name, bright in (("b.png", 7), ("a.png", 2)):
+        pixels = np.zeros((8, 8), np.uint8)
+        pixels.flat[bright] = 200
+        Image.fromarray(pixels).save(folder / name)
+    (folder / "notes.txt").write_text("not an image")
+    assert cli("run", onnx_file, "--input", folder).out == "0: class 2, score 100\n1: class 7, score 100\n"
+    assert cli("run", onnx_file, "--input", folder / "b.png").out == "0: class 7, score 100\n"
+
+
+def test_unusable_inputs_are_named(cli: Any, onnx_file: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "flat.npy", np.zeros((3, 64), np.float32))
+    np.save(tmp_path / "objects.npy", np.array([{}]), allow_pickle=True)
+    np.save(tmp_path / "words.npy", np.array([["a"]]))
+    (tmp_path / "text.npy").write_text("no array")
+    (tmp_path / "text.png").write_text("no image")
+    (tmp_path / "empty").mkdir()
+    Image.new("L", (9, 8)).save(tmp_path / "wide.png")
+    run = ("run", onnx_file, "--input")
+    assert "[3, 64], the model takes [N, 1, 8, 8]" in cli(*run, tmp_path / "flat.npy").error()
+    for name in ("objects.npy", "text.npy"):
+        assert f"{name} is no .npy array of numbers" in cli(*run, tmp_path / name).error()
+    assert "'input'" in cli(*run, tmp_path / "words.npy").error()
+    assert "text.png cannot be read as an image" in cli(*run, tmp_path / "text.png").error()
+    assert "holds no images" in cli(*run, tmp_path / "empty").error()
+    assert "wide.png is 8x9, the model's input 8x8" in cli(*run, tmp_path / "wide.png").error()
+    assert "none.npy does not exist" in cli(*run, tmp_path / "none.npy").error()
+    np.save(tmp_path / "good.npy", np.zeros((3, 1, 8, 8), np.float32))
+    assert "is no folder" in cli(*run, tmp_path / "good.npy", "-o", tmp_path / "none" / "out.npy").error()
+
+
+@pytest.mark.parametrize("command", [("run", "--input", "x.npy"), ("bench",), ("inspect",), ("evaluate",)])
+def test_unusable_models_are_named(
+    cli: Any, tmp_path: Path, onnx_file: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.save("x.npy", np.zeros((1, 1, 8, 8), np.float32))
+    Path("text.onnx").write_text("not a model")
+    Path("cut.onnx").write_bytes(onnx_file.read_bytes()[:-200])
+    Path("folder.onnx").mkdir()
+    name, *rest = command
+    assert "none.onnx does not exist" in cli(name, "none.onnx", *rest).error()
+    assert "text.onnx is not an ONNX file" in cli(name, "text.onnx", *rest).error()
+    assert "cut.onnx is not an ONNX file, or it is truncated" in cli(name, "cut.onnx", *rest).error()
+    assert "folder.onnx is a directory" in cli(name, "folder.onnx", *rest).error()
+
+
+def test_bench_measures_one_or_compares_two(cli: Any, onnx_file: Path) -> None:
+    found = cli("bench", onnx_file, "--runs", "5", "--json").json()
+    assert list(found)[:5] == ["median_ms", "p95_ms", "against_median_ms", "ratio", "threads"]
+    assert found["against_median_ms"] is None
+    assert sum(found["operators"].values()) >= 1
+    both = cli("bench", onnx_file, "--against", onnx_file, "--runs", "5", "--json").json()
+    assert both["ratio"] == both["median_ms"] / both["against_median_ms"]
+    shown = cli("bench", onnx_file, "--against", onnx_file, "--runs", "5").out
+    assert "ratio" in shown
+    assert "runs is 0" in cli("bench", onnx_file, "--runs", "0").error()
+    assert "none.onnx" in cli("bench", onnx_file, "--against", "none.onnx").error()
+
+
+def test_inspect_reads_any_onnx_file(cli: Any, onnx_file: Path) -> None:
+    found = cli("inspect", onnx_file, "--json").json()
+    assert found["inputs"] == [{"name": "input", "type": "float", "shape": ["N", 1, 8, 8]}]
+    assert found["about"] == {
+        "opset": 21,
+        "ir_version": 10,
+        "ul2q.preprocess": {"layout": "NCHW", "scale": 0.5},
+    }
+    (layer,) = found["layers"]
+    assert (layer["name"], layer["op"], layer["bits"], layer["parameters"], layer["bytes"]) == (
+        "head", "MatMul", 32, 640, 2560,
+    )  # fmt: skip
+    assert layer["alpha"] is None
+    assert "head" in cli("inspect", onnx_file).out
+
+
+def test_evaluate_measures_an_onnx_file(cli: Any, onnx_file: Path) -> None:
+    from ul2q.pipeline.data import load_data
+
+    test = load_data("digits", preprocess={"scale": 0.5}).test
+    assert test is not None
+    x, labels = test.fetch(np.arange(len(test)))
+    assert labels is not None
+    scores = x.numpy().reshape(len(test), 64)[:, :10]
+    rank = [sorted(range(10), key=lambda i, row=row: (-row[i], i)) for row in scores]
+    pairs = list(zip(rank, labels.tolist(), strict=True))
+    assert cli("evaluate", onnx_file, "--data", "digits", "--json").json() == {
+        "samples": 360,
+        "top1": sum(order[0] == label for order, label in pairs) / 360,
+        "top5": sum(label in order[:5] for order, label in pairs) / 360,
+        "metrics": {},
+    }
+    assert "--data is missing" in cli("evaluate", onnx_file).error()
+
+
+def test_damaged_metadata_are_named(cli: Any, onnx_file: Path) -> None:
+    model = onnx.load(onnx_file)
+    onnx.helper.set_model_props(model, {"ul2q.preprocess": "{", "ul2q.layers": "["})
+    onnx.save(model, onnx_file)
+    assert "ul2q.preprocess" in cli("evaluate", onnx_file, "--data", "digits").error()
+    assert "metadata are damaged" in cli("inspect", onnx_file).error()
+
+
+def test_doctor_names_what_is_installed(cli: Any) -> None:
+    found = cli("doctor", "--json").json()
+    assert found["onnx"] == onnx.__version__
+    assert f"onnx            {onnx.__version__}\n" in cli("doctor").out

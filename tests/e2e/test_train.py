@@ -1,0 +1,169 @@
+"""``pipeline train``, and ``evaluate`` and ``inspect`` of its checkpoint."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+TRAIN = ("train", "mlp", "--data", "digits", "--optimizer", "adam", "--epochs", "1")
+
+
+def test_train_says_where_it_is_and_what_came_out(cli: Any, tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    done = cli(*TRAIN, "-o", path)
+    assert done.code == 0
+    assert done.out.startswith(f"{path}: epochs 1, train_loss ")
+    assert "epoch 1/1" in done.err
+    quiet = cli(*TRAIN, "--quiet", "--json", "--overwrite", "-o", path)
+    assert quiet.err == ""
+    assert quiet.json()["output"] == str(path)
+    assert 0.2 < quiet.json()["metrics"]["test_accuracy"] <= 1
+
+
+def test_evaluate_gives_the_accuracy_that_training_reported(cli: Any, checkpoint: Path) -> None:
+    recorded = torch.load(checkpoint, weights_only=True)["metrics"]["test_accuracy"]
+    result = cli("evaluate", checkpoint, "--json").json()
+    assert result == {"samples": 360, "top1": recorded, "top5": result["top5"], "metrics": {}}
+    assert result["top1"] <= result["top5"] <= 1
+    shown = cli("evaluate", checkpoint, "--data", "digits")
+    assert shown.out.startswith(f"top1 {100 * recorded:.2f} %, top5 ")
+
+
+def test_inspect_lists_the_layers(cli: Any, checkpoint: Path) -> None:
+    found = cli("inspect", checkpoint, "--json").json()
+    state = torch.load(checkpoint, weights_only=True)["state_dict"]
+    assert found["kind"] == "checkpoint"
+    assert found["bytes"] == checkpoint.stat().st_size
+    assert found["inputs"][0]["shape"] == ["N", 1, 8, 8]
+    assert sum(layer["parameters"] for layer in found["layers"]) == sum(t.numel() for t in state.values())
+    assert {layer["bits"] for layer in found["layers"]} == {32}
+    shown = cli("inspect", checkpoint)
+    assert shown.code == 0
+    assert all(layer["name"] in shown.out for layer in found["layers"])
+
+
+def test_a_bare_state_dict_needs_the_network(cli: Any, checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "weights.pt"
+    torch.save(torch.load(checkpoint, weights_only=True)["state_dict"], path)
+    assert "--arch" in cli("evaluate", path, "--data", "digits").error()
+    arguments = ("--arch", "mlp", "--arch-args", '{"input_size": [8, 8]}', "--data", "digits", "--json")
+    whole = cli("evaluate", checkpoint, "--json").json()
+    assert cli("evaluate", path, *arguments).json() == whole
+    assert "--arch-args is not JSON" in cli("evaluate", path, "--arch", "mlp", "--arch-args", "{").error()
+    assert "JSON list: give an object" in cli("evaluate", path, "--arch", "mlp", "--arch-args", "[]").error()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("train", "lenet6", "--data", "digits"), "lenet5"),
+        (("train", "mlp"), "--data is missing"),
+        (("train", "mlp", "--data", "digit"), "did you mean digits?"),
+        (("train", "mlp", "--data", "digits", "--optimizer", "rmsprop"), "kfac, sgd, adam"),
+        (("train", "mlp", "--data", "digits", "--epochs", "0"), "epochs is 0"),
+        (("train", "mlp", "--data", "digits", "--epochs", "many"), "'--epochs'"),
+        (("train", "mlp", "--data", "digits", "--lr", "-1"), "lr is -1"),
+        (("train", "mlp", "--data", "digits", "--resume"), "no interrupted run"),
+        (("train",), "Missing argument 'ARCH'"),
+        (("train", "mlp", "--dta", "digits"), "No such option"),
+        (("trian", "mlp"), "No such command"),
+        ((), "Missing command"),
+    ],
+)
+def test_wrong_usage_is_one_line(
+    cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert message in cli(*change).error()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_output_is_kept(cli: Any, tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    path.write_bytes(b"precious")
+    assert "--overwrite" in cli(*TRAIN, "-o", path).error()
+    assert path.read_bytes() == b"precious"
+
+
+def test_an_output_that_cannot_be_written_is_named(cli: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    assert "no folder" in cli(*TRAIN, "-o", tmp_path / "missing" / "model.pt").error()
+    # A place that is not even the superuser's to write to.
+    assert "file" in cli(*TRAIN, "-o", tmp_path / "file" / "model.pt").error()
+
+
+def test_unusable_data_are_named(cli: Any, tmp_path: Path, checkpoint: Path) -> None:
+    images, labels = np.zeros((50, 1, 8, 8), np.float32), np.arange(50) % 10
+    np.savez(tmp_path / "negative.npz", x=images, y=labels - 1)
+    np.savez(tmp_path / "eleven.npz", x=images, y=labels + 1)
+    np.savez(tmp_path / "wide.npz", x=np.zeros((50, 1, 9, 9), np.float32), y=labels)
+    (tmp_path / "text.npz").write_text("no archive")
+    train = ("train", "mlp", "-o", tmp_path / "model.pt", "--data")
+    assert "-1 at sample 0" in cli(*train, tmp_path / "negative.npz").error()
+    assert "text.npz" in cli(*train, tmp_path / "text.npz").error()
+    evaluate = ("evaluate", checkpoint, "--data")
+    assert "10 at sample 9" in cli(*evaluate, tmp_path / "eleven.npz").error()
+    assert "1x9x9, the model takes 1x8x8" in cli(*evaluate, tmp_path / "wide.npz").error()
+    assert not (tmp_path / "model.pt").exists()
+
+
+class Pickled(torch.nn.Linear):
+    """A module whose class a checkpoint would have to import."""
+
+
+def test_unusable_checkpoints_are_named(cli: Any, tmp_path: Path, checkpoint: Path) -> None:
+    text, cut, module = (tmp_path / f"{name}.pt" for name in ("text", "cut", "module"))
+    text.write_text("these are no weights\n" * 20)
+    cut.write_bytes(checkpoint.read_bytes()[:-5000])
+    torch.save(Pickled(64, 10), module)
+    assert "text.pt is" in cli("evaluate", text).error()
+    assert "cut.pt" in cli("evaluate", cut).error()
+    assert "--trust-pickle" in cli("evaluate", module).error()
+    assert "does not exist" in cli("evaluate", tmp_path / "none.pt").error()
+    assert "is a folder" in cli("inspect", tmp_path).error()
+
+
+def test_an_interrupt_leaves_the_old_file_and_can_be_resumed(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    path.write_bytes(b"precious")
+    command = [sys.executable, "-m", "ul2q.pipeline", *TRAIN[:-1], "300", "--overwrite", "-o", str(path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    assert process.stderr.readline().startswith("epoch 1/300")
+    assert process.stderr.readline().startswith("epoch 2/300")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert out == ""
+    assert [line for line in err.splitlines() if not line.startswith("epoch")] == [
+        "interrupted: earlier outputs are as they were"
+    ]
+    assert path.read_bytes() == b"precious"
+    assert {file.name for file in tmp_path.iterdir()} == {"model.pt", "model.unfinished.pt"}
+
+
+def test_a_fault_of_the_program_is_one_line_too(tmp_path: Path) -> None:
+    code = """
+import sys
+from ul2q.pipeline import cli
+def broken(*_, **__): raise ZeroDivisionError('nothing\\nto divide')
+import ul2q.pipeline.train as t; t.train = broken
+sys.argv = ['pipeline', 'train', 'mlp', '--data', 'digits'] + sys.argv[1:]
+cli.main()
+"""
+    command = [sys.executable, "-c", code]
+    plain = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert plain.returncode == 1
+    assert plain.stderr == (
+        "error: unexpected ZeroDivisionError: nothing; run again with --debug for the whole trace\n"
+    )
+    full = subprocess.run([*command, "--debug"], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert full.returncode == 1
+    assert "Traceback" in full.stderr
