@@ -72,7 +72,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "-o",
         str(path),
     ]
-    assert execute(arguments) == 0
+    assert execute(["train", "mlp", *options, "-o", str(path)]) == 0
     return path
 
 
