@@ -59,19 +59,7 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small network trained for two epochs on real digits. Do not write beside it."""
     path = tmp_path_factory.mktemp("trained") / "model.pt"
-    arguments = [
-        "train",
-        "mlp",
-        "--data",
-        "digits",
-        "--optimizer",
-        "adam",
-        "--epochs",
-        "2",
-        "--quiet",
-        "-o",
-        str(path),
-    ]
+    options = ["--data", "digits", "--optimizer", "adam", "--epochs", "2", "--quiet"]
     assert execute(["train", "mlp", *options, "-o", str(path)]) == 0
     return path
 
