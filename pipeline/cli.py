@@ -243,7 +243,8 @@ def run(
         Path | None, typer.Option("-o", "--output", metavar="OUT.npy", help="Write the model's output here.")
     ] = None,
     low_memory: Annotated[
-        bool, typer.Option("--low-memory", help="Take less memory, and more time.")
+        bool,
+        typer.Option("--low-memory", help="Keep one copy of the weights: less memory, several times slower."),
     ] = False,
     as_json: Json = False,
     quiet: Quiet = False,

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 from ul2q.pipeline.errors import JobError, UsageError
 from ul2q.runtimes import onnxruntime as runtime
 
-MakeMatmul = Callable[..., onnx.ModelProto]
+MakeModel = Callable[..., onnx.ModelProto]
 
 
 def naive_codes(conv: onnx.ModelProto, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -54,20 +54,20 @@ def test_run_is_the_same_for_every_batch_size(conv_path: Path, batch: int, low_m
     np.testing.assert_array_equal(got["logits"], (yq - 128).astype(np.float32) * np.float32(0.05))
 
 
-def test_float64_is_cast_and_a_mapping_is_taken(make_matmul: MakeMatmul) -> None:
+def test_float64_is_cast_and_a_mapping_is_taken(make_matmul: MakeModel) -> None:
     live = runtime.session(make_matmul().SerializeToString())
     np.testing.assert_array_equal(
         runtime.run(live, {"input": np.eye(3)})["logits"], [[0, 10], [1, 11], [2, 12]]
     )
 
 
-def test_sessions_keep_threads_and_the_precise_kernels(make_matmul: MakeMatmul) -> None:
+def test_sessions_keep_threads_and_the_precise_kernels(make_matmul: MakeModel) -> None:
     options = runtime.session(make_matmul(), threads=1).get_session_options()
     assert options.intra_op_num_threads == 1
     assert options.get_session_config_entry("session.x64quantprecision") == "1"
 
 
-def test_operators_are_those_after_fusion(conv_path: Path, make_matmul: MakeMatmul) -> None:
+def test_operators_are_those_after_fusion(conv_path: Path, make_matmul: MakeModel) -> None:
     fused = runtime.operators(conv_path)
     fused.pop("Transpose", None)  # where the runtime's kernels want channels last
     assert fused == {"DequantizeLinear": 1, "QLinearConv": 1, "QuantizeLinear": 1}
@@ -88,12 +88,12 @@ def test_metadata_is_read(conv_path: Path) -> None:
         ({"other": np.zeros((2, 3), np.float32)}, r"inputs \['input'\], given are \['other'\]"),
     ],
 )
-def test_inputs_that_do_not_fit_are_named(make_matmul: MakeMatmul, x: object, message: str) -> None:
+def test_inputs_that_do_not_fit_are_named(make_matmul: MakeModel, x: object, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         runtime.run(runtime.session(make_matmul()), x)  # type: ignore[arg-type]
 
 
-def test_a_fixed_batch_size_is_kept(make_matmul: MakeMatmul) -> None:
+def test_a_fixed_batch_size_is_kept(make_matmul: MakeModel) -> None:
     live = runtime.session(make_matmul(batch=2))
     assert runtime.run(live, np.ones((4, 3)), batch=3)["logits"].shape == (4, 2)
     with pytest.raises(UsageError, match="exactly 2 samples at a time, given are 3"):
@@ -141,7 +141,7 @@ def test_bad_files_are_named(tmp_path: Path, conv: onnx.ModelProto, kind: str, m
         assert "\n" not in str(error.value)
 
 
-def test_missing_external_data_is_named(tmp_path: Path, make_matmul: MakeMatmul) -> None:
+def test_missing_external_data_is_named(tmp_path: Path, make_matmul: MakeModel) -> None:
     path = tmp_path / "model.onnx"
     onnx.save(
         make_matmul(rows=30, columns=30),
@@ -163,7 +163,7 @@ def test_a_file_of_a_newer_format_is_refused(conv: onnx.ModelProto) -> None:
         runtime.session(conv)
 
 
-def test_bench_compares_two_models(make_matmul: MakeMatmul) -> None:
+def test_bench_compares_two_models(make_matmul: MakeModel) -> None:
     small, large = make_matmul(), make_matmul(rows=1000, columns=4000)
     result = runtime.bench(large, small, runs=20)
     assert result["ratio"] == result["median_ms"] / result["against_median_ms"]
@@ -183,7 +183,7 @@ def test_bench_needs_an_input_for_open_shapes(conv: onnx.ModelProto) -> None:
         runtime.bench(conv)
 
 
-def test_peak_rss_sees_the_weights_and_not_the_caller(tmp_path: Path, make_matmul: MakeMatmul) -> None:
+def test_peak_rss_sees_the_weights_and_not_the_caller(tmp_path: Path, make_matmul: MakeModel) -> None:
     ballast = np.ones(200_000_000, np.uint8)  # resident in this process: must not count
     sizes = {}
     for name, rows in (("small", 1), ("large", 5000)):
@@ -191,6 +191,13 @@ def test_peak_rss_sees_the_weights_and_not_the_caller(tmp_path: Path, make_matmu
         sizes[name] = runtime.peak_rss(tmp_path / name)
     assert sizes["small"] < 200_000_000 <= ballast.nbytes
     assert sizes["large"] - sizes["small"] > 0.9 * 4 * 5000 * 2000
+
+
+def test_low_memory_keeps_one_copy_of_the_weights(tmp_path: Path, make_conv: MakeModel) -> None:
+    path = tmp_path / "large.onnx"
+    onnx.save(make_conv(inputs=1024, channels=2048), path)
+    saved = runtime.peak_rss(path) - runtime.peak_rss(path, low_memory=True)
+    assert saved > 0.5 * 1024 * 2048 * 9
 
 
 def test_torch_is_not_imported() -> None:
