@@ -107,26 +107,19 @@ def snap(low: Floats, high: Floats, clip: Clip = None) -> tuple[NDArray[np.float
     Returns:
         Scales float32 [K] and zero points int64 [K].
     """
-    floor, ceiling = clip or (-np.inf, np.inf)
-    lo, hi = np.clip(low, floor, 0.0), np.clip(high, 0.0, ceiling)
+    floor, ceiling = (float(np.float32(v)) for v in clip or (-np.inf, np.inf))
+    lo, hi = np.clip(low, min(floor, 0.0), 0.0), np.clip(high, 0.0, max(ceiling, 0.0))
     empty = hi - lo < 255 * ul2q.SMALLEST_STEP
-    lo, hi = (
-        np.where(empty, max(floor, -1.0) if ceiling <= 0 else 0.0, lo),
-        np.where(empty, min(ceiling, 1.0), hi),
-    )
+    lo = np.where(empty, max(floor, -1.0) if ceiling <= 0 else 0.0, lo)
+    hi = np.where(empty, min(ceiling, 1.0), hi)
     scale = (hi - lo) / 255
     z = np.round(-lo / scale)
-    if clip is not None:
-        below, above = np.maximum(z, 1e-9), np.maximum(255 - z, 1e-9)
-        scale = np.minimum(
-            scale,
-            np.minimum(np.where(z > 0, -floor / below, scale), np.where(z < 255, ceiling / above, scale)),
-        )
-    narrow = scale.astype(np.float32)
-    # Rounding to float32 must not carry the outer levels past the clip.
+    # Neither the rounding of z nor that of s to float32 may carry an outer level past the clip.
+    below = np.where(z > 0, -floor / np.maximum(z, 1), np.inf)
+    above = np.where(z < 255, ceiling / np.maximum(255 - z, 1), np.inf)
+    narrow = np.minimum(scale, np.minimum(below, above)).astype(np.float32)
     over = (narrow * z > -floor) | (narrow * (255 - z) > ceiling)
-    narrow = np.where(over, np.nextafter(narrow, np.float32(0)), narrow)
-    return narrow, z.astype(np.int64)
+    return np.where(over, np.nextafter(narrow, np.float32(0)), narrow), z.astype(np.int64)
 
 
 def _rectified_moments(t: float) -> tuple[float, float]:
@@ -191,7 +184,7 @@ def _errors(stats: ActivationStats, low: Floats, high: Floats, clip: Clip) -> Fl
 
 def _search(stats: ActivationStats, clip: Clip) -> tuple[float, float]:
     """Return the range of least error, from shrinking the true extremes: both together, then each alone."""
-    low, high = min(stats.low, 0.0), max(stats.high, 0.0)
+    low, high = bounds = min(stats.low, 0.0), max(stats.high, 0.0)
 
     def best(lows: Floats, highs: Floats) -> tuple[float, float]:
         i = int(np.argmin(_errors(stats, lows, highs, clip)))
@@ -201,7 +194,7 @@ def _search(stats: ActivationStats, clip: Clip) -> tuple[float, float]:
     low, high = best(low * coarse, high * coarse)
     for factors in (2.0 ** (np.arange(-24, 25) / 8), fine, fine):
         for move_low in (False, True):
-            ends = np.clip((low if move_low else high) * factors, stats.low, stats.high)
+            ends = np.clip((low if move_low else high) * factors, *bounds)
             still = np.full_like(ends, high if move_low else low)
             if np.any(ends != 0):
                 low, high = best(ends, still) if move_low else best(still, ends)

@@ -25,8 +25,8 @@ Per channel, α, β̂, scale and offset are [C], multiplier and zero point stay 
 one zero point only). 1..5 bits: fine form, with the largest m that fits all channels; if m = 1 does not fit
 them all, with the m of the least expected squared error once the others have grown. 6, 7 bits: offset form,
 |w_int| <= 64 (6 bits) if all channels fit, else <= 127 with growth. 8 bits use all of int8, which leaves no
-room for offsets: zero-point form with one common o, the median of the channels' own weighted by α² (it
-minimises the squared error's first-order growth); a channel whose own o lies d away grows by about d/127.5.
+room for offsets: zero-point form with one common o; a channel whose own o lies d away grows by about d/127.5,
+and o is the one for which the sum of the grown α² (squared error, up to a constant) is least.
 
 σ = 0 (α = 0): every weight is exactly β as a float32.
 """
@@ -34,7 +34,7 @@ minimises the squared error's first-order growth); a channel whose own o lies d 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import numpy as np
 
@@ -45,8 +45,6 @@ from ul2q.pipeline.quantize.ul2q import Array, Namespace
 
 SATURATION_FREE: Final = 64
 INT8_LIMIT: Final = 127
-COMMON_OFFSET_LIMIT: Final = 96
-"""Bound of the common o at 8 bits per channel, so that both signs keep at least 31 steps."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,8 +88,8 @@ class _Form:
     """What a form offers: w_int = multiplier·q + c with ``low`` <= c <= ``high``."""
 
     multiplier: int
-    low: int
-    high: int
+    low: Any
+    high: Any
     zero_point: int | None = 0  # None: whatever cancels the offset
 
     @classmethod
@@ -139,12 +137,10 @@ def _fine_form(alpha: np.ndarray, beta: np.ndarray, k: int) -> _Form | None:
 
 
 def _common_offset(alpha: np.ndarray, beta: np.ndarray) -> int:
-    """Return the median of the channels' offsets weighted by α², within ±`COMMON_OFFSET_LIMIT`."""
-    own = np.round(beta / alpha + 0.5)
-    order = np.argsort(own, kind="stable")
-    weight = np.cumsum(alpha[order] ** 2)
-    middle = own[order][np.searchsorted(weight, weight[-1] / 2)]
-    return int(np.clip(middle, -COMMON_OFFSET_LIMIT, COMMON_OFFSET_LIMIT))
+    """Return the offset, common to all channels, for which the sum of their squared 8-bit steps is least."""
+    o = np.arange(-126, 127)
+    steps = _reaching(alpha[:, None], beta[:, None], 8, _Form(1, o, o))
+    return int(o[np.argmin(np.sum(steps**2, axis=0))])
 
 
 def _choose_form(alpha: np.ndarray, beta: np.ndarray, k: int) -> _Form:
@@ -161,16 +157,23 @@ def _choose_form(alpha: np.ndarray, beta: np.ndarray, k: int) -> _Form:
     return _Form.bounded(k, 1, INT8_LIMIT)
 
 
-def _grown(alpha: np.ndarray, beta: np.ndarray, k: int, form: _Form) -> np.ndarray:
-    """Return the step for a ``beta`` that the form does not fit.
+def _reaching(alpha: np.ndarray, beta: np.ndarray, k: int, form: _Form) -> np.ndarray:
+    """Return the step with which the form's range reaches (2^(k−1) − 1/2)·``alpha`` both sides of ``beta``.
 
-    The range has to reach the (2^(k−1) − 1/2)·α beyond ``beta`` that it reaches when it is centred. Once such
-    a step exceeds 2σ, ``beta`` becomes a level: a whole number of scales, on the lattice of the last offset.
+    That is what the range of step ``alpha`` reaches when it is centred; no step is smaller than ``alpha``.
     """
     M, half = form.multiplier, 2 ** (k - 1)
-    up, down = M * (half - 1) + form.high, M * half - form.low  # outermost integer weights
     beyond = (half - 0.5) * alpha
-    step = np.maximum(alpha, M * np.maximum((beta + beyond) / up, (beyond - beta) / down))
+    up, down = M * (half - 1) + form.high, M * half - form.low  # outermost integer weights
+    return np.maximum(alpha, M * np.maximum((beta + beyond) / up, (beyond - beta) / down))
+
+
+def _grown(alpha: np.ndarray, beta: np.ndarray, k: int, form: _Form) -> np.ndarray:
+    """Return the step for a ``beta`` that the form does not fit: the reaching one.
+
+    Once it exceeds 2σ, ``beta`` becomes a level: a whole number of scales, on the lattice of the last offset.
+    """
+    M, step = form.multiplier, _reaching(alpha, beta, k, form)
     last = np.where(beta > 0, form.high, -form.low)
     whole = last + M * np.round((abs(beta) * M / step - last) / M)
     far = step > 2 * alpha / ul2q.LAMBDA[k]
@@ -183,10 +186,11 @@ def _place(alpha: np.ndarray, beta: np.ndarray, k: int, form: _Form) -> tuple[np
     return step, np.clip(form.nearest(step.astype(np.float64), beta), form.low, form.high)
 
 
-def _constant_offset(beta: np.ndarray) -> np.ndarray:
-    """Return the integer weight that stands for constant weights β: 0, ±32, or ±1 if |β|/32 is inexact."""
+def _constant_offset(beta: np.ndarray, zero_point: int) -> np.ndarray:
+    """Return the integer weight for constant weights β: 0, ±32, or ±1 where 32 is inexact or does not fit."""
+    sign = np.sign(beta)
     exact = np.float32(32) * (abs(beta) / np.float32(32)) == abs(beta)
-    return np.sign(beta) * np.where(exact, 32, 1)
+    return sign * np.where(exact & (abs(32 * sign + zero_point) <= INT8_LIMIT), 32, 1)
 
 
 def deployable_grid(alpha: np.ndarray, beta: np.ndarray, k: int) -> Grid:
@@ -203,22 +207,19 @@ def deployable_grid(alpha: np.ndarray, beta: np.ndarray, k: int) -> Grid:
     alpha, beta = np.asarray(alpha, np.float32), np.asarray(beta, np.float32)
     varying = alpha > 0
     # Stand-ins (step 1, offset 0) keep constant channels out of the divisions.
-    step, centre = (
-        np.where(varying, alpha, 1).astype(np.float64),
-        np.where(varying, beta, 0).astype(np.float64),
-    )
-    form = _Form(1, 0, 0)
+    step = np.where(varying, alpha, 1).astype(np.float64)
+    centre = np.where(varying, beta, 0).astype(np.float64)
+    form = _Form(1, -INT8_LIMIT, INT8_LIMIT)
     if varying.any():
-        form = (
-            _choose_form(step[varying], centre[varying], k) if alpha.ndim else _choose_form(step, centre, k)
-        )
+        chosen = varying if alpha.ndim else ...
+        form = _choose_form(step[chosen], centre[chosen], k)
     step, offset = _place(step, centre, k, form)
-    offset = np.where(varying, offset, _constant_offset(beta)).astype(np.int32)
+    zero_point = form.zero_point if form.zero_point is not None else -int(offset)
+    offset = np.where(varying, offset, _constant_offset(beta, zero_point)).astype(np.int32)
     scale = step / np.float32(form.multiplier)
     constant = abs(beta) / np.maximum(abs(offset), 1).astype(np.float32)
     scale = np.where(varying, scale, np.where(beta == 0, np.float32(1), constant))
     middle = scale * (offset - form.multiplier / 2).astype(np.float32)
-    zero_point = form.zero_point if form.zero_point is not None else -int(offset)
     return Grid(
         k=k,
         alpha=np.where(varying, step, np.float32(0)),

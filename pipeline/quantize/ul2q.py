@@ -51,6 +51,10 @@ LOSS: Final[dict[int, float]] = {
 SMALLEST_STEP: Final = 2.0**-100
 """A step below this counts as zero: α/(2m) and its product with an input scale stay normal float32."""
 
+LARGEST_STEP: Final = 2.0**116
+LARGEST_OFFSET: Final = 2.0**125
+"""Bounds of α and |β| within which every level is an ordinary float32."""
+
 
 def namespace(x: Array) -> Namespace:
     """Return ``numpy`` or ``torch``, whichever ``x`` belongs to, without importing torch.
@@ -169,9 +173,9 @@ def _require_finite(w: Array, alpha: Array, beta: Array, xp: Namespace) -> None:
     """Check by its statistics that ``w`` is finite: one NaN or infinity makes the mean so.
 
     Raises:
-        UsageError: it is not.
+        UsageError: it is not, or levels could leave the range of float32.
     """
-    if bool(xp.all(xp.isfinite(alpha))) and bool(xp.all(xp.isfinite(beta))):
+    if bool(xp.all(alpha <= LARGEST_STEP)) and bool(xp.all(xp.abs(beta) <= LARGEST_OFFSET)):
         return
     bad = int(xp.sum(cast(~xp.isfinite(w), "int64", xp)))
     size = int(np.prod(w.shape))
@@ -179,7 +183,9 @@ def _require_finite(w: Array, alpha: Array, beta: Array, xp: Namespace) -> None:
         raise UsageError(
             f"{bad} of {size} weights are NaN or infinite: repair the checkpoint before quantising it"
         )
-    raise UsageError("the weights are so large that their standard deviation is no float32: rescale them")
+    raise UsageError(
+        f"the weights reach {float(xp.max(xp.abs(w))):.3g}, too large for float32 levels: rescale them"
+    )
 
 
 def scale_offset(
@@ -205,17 +211,20 @@ def scale_offset(
     xp = xp or namespace(w)
     if 0 in w.shape:
         raise UsageError(f"a weight of shape {tuple(w.shape)} has no elements to quantise")
-    values = cast(w, "float32", xp)
-    if axis is None:
-        rows = xp.reshape(values, (-1,))
-    else:
-        rows = xp.reshape(xp.moveaxis(values, axis, 0), (values.shape[axis], -1))
-    wide = cast(rows, "float64", xp)
-    n = wide.shape[-1]
-    mean = _tree_sum(wide) / n
-    deviation = wide - (mean if axis is None else xp.reshape(mean, (-1, 1)))
-    sigma = xp.sqrt(_tree_sum(deviation * deviation) / n)
-    alpha, beta = cast(LAMBDA[k] * sigma, "float32", xp), cast(mean, "float32", xp)
+    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is reported below
+        values = cast(w, "float32", xp)
+        if axis is None:
+            rows = xp.reshape(values, (1, -1))
+        else:
+            rows = xp.reshape(xp.moveaxis(values, axis, 0), (values.shape[axis], -1))
+        wide = cast(rows, "float64", xp)
+        n = wide.shape[-1]
+        mean = _tree_sum(wide) / n
+        deviation = wide - xp.reshape(mean, (-1, 1))
+        sigma = xp.sqrt(_tree_sum(deviation * deviation) / n)
+        shape = () if axis is None else (-1,)
+        alpha = xp.reshape(cast(LAMBDA[k] * sigma, "float32", xp), shape)
+        beta = xp.reshape(cast(mean, "float32", xp), shape)
     _require_finite(values, alpha, beta, xp)
     return xp.where(alpha >= SMALLEST_STEP, alpha, alpha * 0), beta
 
