@@ -93,21 +93,15 @@ def evaluate_file(
 
 
 def _onnx(model: Path) -> tuple[Predict, dict[str, Any], str | None]:
-    import torch
+    from ul2q.pipeline.measure import OnnxModule
 
-    live = runtime.session(model)
-    spec, output = live.get_inputs()[0], live.get_outputs()[0]
-    fit: dict[str, Any] = {
-        "input_shape": _fixed(spec.shape[1:]),
-        "preprocess": recorded_preprocess(model) or None,
-    }
+    module = OnnxModule(model)
+    spec, output = module.live.get_inputs()[0], module.live.get_outputs()[0]
+    preprocess = recorded_preprocess(model) or None
+    fit: dict[str, Any] = {"input_shape": _fixed(spec.shape[1:]), "preprocess": preprocess}
     if len(output.shape) == 2 and isinstance(output.shape[1], int):
         fit["classes"] = output.shape[1]
-
-    def predict(x: Tensor) -> Tensor:
-        return torch.from_numpy(runtime.run(live, x.numpy(), _BATCH)[output.name])
-
-    return predict, fit, None
+    return module, fit, None
 
 
 def _checkpoint(loaded: Checkpoint) -> tuple[Predict, dict[str, Any], str | None]:

@@ -43,6 +43,17 @@ class Layer(TypedDict):
     reason: str | None
 
 
+class Activation(TypedDict):
+    """The 8-bit grid of one activation tensor, and how it was fitted."""
+
+    name: str
+    scale: float
+    zero_point: int
+    fit: str  # the rule with the least error
+    error: float | None  # mean squared error over the mean square, on the calibration samples
+    errors: dict[str, float | None]  # the same for every rule that was tried
+
+
 class Size(TypedDict):
     """The files: the layers' ``bytes_quantized`` and ``overhead_bytes`` add up to ``onnx_bytes``."""
 
@@ -125,6 +136,7 @@ class Report(TypedDict):
     seed: int
     seconds: dict[str, float]
     layers: list[Layer]
+    activations: list[Activation]
     size: Size
     memory: Memory
     accuracy: Accuracy

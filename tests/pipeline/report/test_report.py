@@ -36,6 +36,16 @@ def measured() -> dict[str, Any]:
         "seed": 7,
         "seconds": {"train": 12.5},
         "layers": [conv, head],
+        "activations": [
+            {
+                "name": "input",
+                "scale": 0.01,
+                "zero_point": 0,
+                "fit": "minmax",
+                "error": 0.1,
+                "errors": {"minmax": 0.1},
+            }
+        ],
         "size": {"float_onnx_bytes": 100_000, "onnx_bytes": 8_000},
         "accuracy": {
             "metric": "top1",
@@ -57,7 +67,7 @@ def measured() -> dict[str, Any]:
 
 
 CONTRACT = """
-ul2q model.source model.sha256 model.arch model.parameters config seed seconds layers
+ul2q model.source model.sha256 model.arch model.parameters config seed seconds layers activations
 size.float_onnx_bytes size.onnx_bytes size.overhead_bytes size.ratio size.weight_bits_mean size.keras_bytes
 memory.paper.parameters memory.paper.activations memory.paper.storage_bytes memory.paper.runtime_bytes
 memory.paper.float_runtime_bytes memory.planned_peak_bytes memory.measured_peak_rss_bytes.float
@@ -70,6 +80,7 @@ LAYER = """
 name op parameters outputs wbits abits granularity alpha beta sqnr_db bytes_float bytes_quantized quantized
 reason
 """
+ACTIVATION = "name scale zero_point fit error errors"
 OPEN = {"config", "seconds", "metrics", "latency_ms.operators"}
 
 
@@ -83,6 +94,7 @@ def test_every_field_of_the_contract_is_there_and_no_other() -> None:
     report = json.loads(to_json(complete(measured())))
     assert paths(report) == CONTRACT.split()
     assert [list(layer) for layer in report["layers"]] == [LAYER.split()] * 2
+    assert [list(site) for site in report["activations"]] == [ACTIVATION.split()]
 
 
 def test_what_was_not_measured_is_null_and_the_rest_is_kept() -> None:
