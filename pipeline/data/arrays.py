@@ -32,9 +32,11 @@ def read_npz(path: Path) -> Source:
         UsageError: damaged, holding pickled objects, or without x.
     """
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in archive.files if name.split("_")[0] in {"x", "y"}}
-            found = archive.files
+        # opened here, because np.load leaves a damaged archive's file open
+        with path.open("rb") as file:
+            archive = np.load(file, allow_pickle=False)
+            found = list(getattr(archive, "files", []))  # a lone array has no names
+            arrays = {name: archive[name] for name in found if name.split("_")[0] in {"x", "y"}}
     except _DAMAGED as error:
         raise UsageError(_unreadable(path, ".npz", error)) from error
 
@@ -43,7 +45,7 @@ def read_npz(path: Path) -> Source:
             return None
         return Arrays(arrays[f"x{suffix}"], arrays.get(f"y{suffix}"), str(path))
 
-    train = part("") or part("_train")
+    train = part("_train") if part("") is None else part("")
     if train is None:
         raise UsageError(f"{path} holds {', '.join(found) or 'nothing'}: name the samples x and the labels y")
     return Source(train, part("_val"), part("_test"))
