@@ -113,12 +113,17 @@ def snap(low: Floats, high: Floats, clip: Clip = None) -> tuple[NDArray[np.float
     lo = np.where(empty, max(floor, -1.0) if ceiling <= 0 else 0.0, lo)
     hi = np.where(empty, min(ceiling, 1.0), hi)
     scale = (hi - lo) / 255
+
+    def largest(z: Floats) -> Floats:
+        """Return the largest scale that keeps the outer levels within the clip."""
+        below = np.where(z > 0, -floor / np.maximum(z, 1), np.inf)
+        return np.minimum(below, np.where(z < 255, ceiling / np.maximum(255 - z, 1), np.inf))
+
     z = np.round(-lo / scale)
-    # Neither the rounding of z nor that of s to float32 may carry an outer level past the clip.
-    below = np.where(z > 0, -floor / np.maximum(z, 1), np.inf)
-    above = np.where(z < 255, ceiling / np.maximum(255 - z, 1), np.inf)
-    narrow = np.minimum(scale, np.minimum(below, above)).astype(np.float32)
-    over = (narrow * z > -floor) | (narrow * (255 - z) > ceiling)
+    other = np.clip(np.where(z * scale > -lo, z - 1, z + 1), 0, 255)
+    z = np.where((largest(z) < scale) & (largest(z) < largest(other)), other, z)
+    narrow = np.minimum(scale, largest(z)).astype(np.float32)
+    over = (narrow * z > -floor) | (narrow * (255 - z) > ceiling)  # by the rounding to float32
     return np.where(over, np.nextafter(narrow, np.float32(0)), narrow), z.astype(np.int64)
 
 

@@ -18,10 +18,10 @@ _INDEX_BITS: Final = 22
 class Histogram:
     """Counts of values in 2,048 bins of width 2^e at whole multiples of the width.
 
-    A value x belongs to bin ⌊x/2^e⌋, which floating point computes exactly. When values outside arrive, the
-    window moves if that suffices; otherwise the width doubles and pairs of bins merge, which is exact too:
-    the counts are those of a histogram made with the final bins at once. Exact zeros are counted apart as
-    well (`zeros`), since every activation grid holds them without error.
+    A value x belongs to bin ⌊x/2^e⌋, which floating point computes exactly (quotients that underflow count
+    as 0). When values outside arrive, the window moves if that suffices; otherwise the width doubles and
+    pairs of bins merge, which is exact too: the counts are those of a histogram of the final bins.
+    Exact zeros are also counted apart (`zeros`), since every activation grid holds them without error.
     """
 
     def __init__(self) -> None:
