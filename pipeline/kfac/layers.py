@@ -1,0 +1,391 @@
+"""Which layers K-FAC covers, and how their inputs and output gradients become statistics.
+
+A layer type is added by a function with the decorator :func:`covers`; whatever cannot be treated correctly
+raises :class:`Uncovered` with the reason, and its parameters take the plain gradient.
+
+Shapes: ``c`` groups, ``m`` outputs and ``d`` inputs of a group (with the bias column), ``n`` examples,
+``r`` rows (examples times positions).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils import parametrize
+
+from ul2q.pipeline.kfac import convolution, math
+from ul2q.pipeline.kfac.convolution import Geometry
+from ul2q.pipeline.kfac.math import Moment
+
+
+class Uncovered(Exception):  # noqa: N818 (an answer rather than an error)
+    """The layer is left to the plain gradient; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class KroneckerSums:
+    """Unnormalised statistics of a Kronecker-factored layer.
+
+    Attributes:
+        a: Σ over rows of x̃x̃ᵀ, dimension d.
+        g: Σ over rows of ggᵀ, dimension m, g the gradient of the loss that was differentiated.
+        rows: number of rows r.
+    """
+
+    a: Moment
+    g: Moment
+    rows: int
+
+    def plus(self, other: KroneckerSums) -> KroneckerSums:
+        """Return the statistics of both sets of rows."""
+        return KroneckerSums(self.a.plus(other.a), self.g.plus(other.g), self.rows + other.rows)
+
+
+@dataclass(frozen=True)
+class UnitSums:
+    """Unnormalised statistics of a batch normalisation.
+
+    Attributes:
+        blocks: Σ over examples of the outer products of (∂γ, ∂β) [c, 2, 2].
+    """
+
+    blocks: Tensor
+
+    def plus(self, other: UnitSums) -> UnitSums:
+        """Return the statistics of both sets of examples."""
+        return UnitSums(self.blocks + other.blocks)
+
+
+@dataclass(frozen=True, eq=False)
+class KroneckerLayer:
+    """A linear layer or a convolution.
+
+    Attributes:
+        name: name of the module in the model.
+        kind: ``linear``, ``conv1d`` or ``conv2d``.
+        module: the module.
+        weight: its trainable weight (the original behind a parametrisation).
+        bias: its trainable bias, or None.
+        geometry: how a convolution walks, zero padding only; None for a linear layer.
+        pad_mode: padding mode other than zeros, with its widths (left, right, top, bottom), or None.
+    """
+
+    name: str
+    kind: str
+    module: nn.Module
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    geometry: Geometry | None = None
+    pad_mode: tuple[str, tuple[int, int, int, int]] | None = None
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """Weight and bias."""
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    @property
+    def groups(self) -> int:
+        """Number of groups c."""
+        return 1 if self.geometry is None else self.geometry.groups
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Dimensions (d, m) of A and G of one group."""
+        m = self.weight.shape[0] // self.groups
+        return self.weight[0].numel() + (self.bias is not None), m
+
+    def _map(self, x: Tensor) -> Tensor:
+        """Return the input or gradient of a convolution as [n, channels, rows, columns].
+
+        Raises:
+            Uncovered: there is no batch dimension.
+        """
+        x = x.unsqueeze(2) if self.kind == "conv1d" and x.dim() == 3 else x
+        if x.dim() != 4:
+            raise Uncovered("it was called without a batch dimension")
+        return x
+
+    def inputs(self, x: Tensor, *, rows: bool) -> Moment:
+        """Second moment of the inputs.
+
+        Args:
+            x: input of the layer, batch first.
+            rows: allow the rows themselves where they are smaller.
+
+        Returns:
+            Σ x̃x̃ᵀ, dimension d.
+
+        Raises:
+            Uncovered: the input has no batch dimension.
+        """
+        d, bias = self.dims[0], self.bias is not None
+        if self.geometry is None:
+            if x.dim() < 2:
+                raise Uncovered("it was called without a batch dimension")
+            samples = math.linear_rows(x, bias)
+            if rows and math.prefer_rows(*samples.shape):
+                return Moment(
+                    rows=samples.clone(memory_format=torch.contiguous_format)
+                )  # the caller may write to x in place
+            return Moment(matrix=math.gram(samples)[None])
+        x = self._map(x)
+        if self.pad_mode is not None:
+            x = F.pad(x, self.pad_mode[1], self.pad_mode[0])
+        out = self.geometry.output(x.shape[2], x.shape[3])
+        if rows and self.groups == 1 and math.prefer_rows(x.shape[0] * out[0] * out[1], d):
+            return Moment(rows=convolution.patch_rows(x, self.geometry, bias).contiguous())
+        return Moment(matrix=convolution.input_moment(x, self.geometry, bias))
+
+    def sums(self, inputs: Moment, g: Tensor, *, rows: bool) -> KroneckerSums:
+        """Statistics once the output gradient is known.
+
+        Args:
+            inputs: what :meth:`inputs` gave for the same call.
+            g: gradient of the loss with respect to the output.
+            rows: allow rows where they are smaller.
+
+        Returns:
+            The unnormalised statistics of this call.
+        """
+        m = self.dims[1]
+        channels_last = g if self.geometry is None else self._map(g).permute(0, 2, 3, 1)
+        r = channels_last.numel() // channels_last.shape[-1]
+        if rows and self.groups == 1 and math.prefer_rows(r, m):
+            return KroneckerSums(
+                inputs,
+                Moment(rows=channels_last.reshape(r, m).clone(memory_format=torch.contiguous_format)),
+                r,
+            )
+        if self.geometry is None:
+            moment = math.gram(g.reshape(r, m))[None]
+        else:
+            moment = math.output_moment(g, self.groups)
+        return KroneckerSums(inputs, Moment(matrix=moment), r)
+
+    def join(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return tensors of the shapes of weight and bias as one matrix per group [c, m, d]."""
+        m = self.dims[1]
+        matrix = weight.reshape(self.groups, m, -1)
+        if bias is None:
+            return matrix
+        return torch.cat([matrix, bias.reshape(self.groups, m, 1)], -1)
+
+    def split(self, matrix: Tensor) -> tuple[Tensor, ...]:
+        """Return one tensor for every one of ``parameters``: the inverse of :meth:`join`."""
+        if self.bias is None:
+            return (matrix.reshape(self.weight.shape),)
+        return matrix[..., :-1].reshape(self.weight.shape), matrix[..., -1].reshape(self.bias.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class BatchNormLayer:
+    """An affine batch normalisation: one 2x2 block for γ and β of every channel.
+
+    Attributes:
+        name: name of the module in the model.
+        module: the module.
+        weight: γ [c].
+        bias: β [c].
+    """
+
+    name: str
+    module: nn.modules.batchnorm._BatchNorm
+    weight: nn.Parameter
+    bias: nn.Parameter
+    kind: str = "batchnorm"
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """γ and β."""
+        return self.weight, self.bias
+
+    def inputs(self, x: Tensor, *, rows: bool) -> Tensor:  # noqa: ARG002 (one interface for all layers)
+        """x̂ of the batch.
+
+        Args:
+            x: input of the layer [n, c, *positions].
+            rows: without meaning here.
+
+        Returns:
+            x̂, shape of x.
+        """
+        return math.normalised(x, self.module.eps)
+
+    def sums(self, inputs: Tensor, g: Tensor, *, rows: bool) -> UnitSums:  # noqa: ARG002
+        """Statistics once the output gradient is known.
+
+        Args:
+            inputs: x̂ of the same call.
+            g: gradient of the loss with respect to the output, shape of ``inputs``.
+            rows: without meaning here.
+
+        Returns:
+            The unnormalised statistics of this call.
+        """
+        return UnitSums(math.unit_moment(inputs, g))
+
+    def join(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return tensors [c] and [c] as [c, 2]."""
+        assert bias is not None  # noqa: S101 (an affine batch normalisation has both)
+        return torch.stack([weight, bias], -1)
+
+    def split(self, matrix: Tensor) -> tuple[Tensor, ...]:
+        """Return the two columns: the inverse of :meth:`join`."""
+        return matrix[:, 0], matrix[:, 1]
+
+
+Layer = KroneckerLayer | BatchNormLayer
+_BUILDERS: dict[type[nn.Module], Callable[[str, Any], Layer]] = {}
+
+
+def covers(*types: type[nn.Module]) -> Callable[[Callable[[str, Any], Layer]], Callable[[str, Any], Layer]]:
+    """Register a function (name, module) -> layer for module types and their subclasses.
+
+    Args:
+        *types: the module types.
+
+    Returns:
+        A decorator.
+    """
+
+    def register(builder: Callable[[str, Any], Layer]) -> Callable[[str, Any], Layer]:
+        for module_type in types:
+            _BUILDERS[module_type] = builder
+        return builder
+
+    return register
+
+
+def trainable(module: nn.Module, name: str, shape: tuple[int, ...]) -> nn.Parameter | None:
+    """The parameter that trains ``module.<name>``, looking through a straight-through parametrisation.
+
+    A parametrisation of torch.nn.utils.parametrize is taken to pass its gradient straight through, so that
+    the gradient of the original is that of the effective tensor.
+
+    Args:
+        module: the layer.
+        name: ``weight`` or ``bias``.
+        shape: shape that the parameter must have.
+
+    Returns:
+        The parameter, or None where there is none or it is frozen.
+
+    Raises:
+        Uncovered: the tensor is computed from something else than one tensor of its own shape.
+    """
+    parameter = module._parameters.get(name)
+    if parametrize.is_parametrized(module, name):
+        chain = module.parametrizations[name]  # type: ignore[index]
+        known = [type(p).__name__ for p in chain if type(p).__module__ == "torch.nn.utils.parametrizations"]
+        parameter = getattr(chain, "original", None)
+        if known or not isinstance(parameter, nn.Parameter):
+            raise Uncovered(
+                f"its {name} is computed by {', '.join(known) or 'a parametrisation of several tensors'}"
+            )
+    elif parameter is None and getattr(module, name, None) is not None:
+        raise Uncovered(f"its {name} is computed, not a parameter")
+    if isinstance(parameter, UninitializedParameter):
+        raise Uncovered("it is lazy: run the model once before making the optimiser")
+    if parameter is None or not parameter.requires_grad:
+        return None
+    if tuple(parameter.shape) != shape:
+        raise Uncovered(f"its {name} is computed from a tensor of another shape, {tuple(parameter.shape)}")
+    return parameter
+
+
+def _weight(module: nn.Module, shape: tuple[int, ...]) -> nn.Parameter:
+    weight = trainable(module, "weight", shape)
+    if weight is None:
+        raise Uncovered("its weight is frozen")
+    return weight
+
+
+@covers(nn.Linear)
+def _linear(name: str, module: nn.Linear) -> Layer:
+    weight = _weight(module, (module.out_features, module.in_features))
+    return KroneckerLayer(name, "linear", module, weight, trainable(module, "bias", (module.out_features,)))
+
+
+@covers(nn.Conv1d, nn.Conv2d)
+def _convolution(name: str, module: nn.Conv1d | nn.Conv2d) -> Layer:
+    shape = (module.out_channels, module.in_channels // module.groups, *module.kernel_size)
+    weight, bias = _weight(module, shape), trainable(module, "bias", (module.out_channels,))
+    geometry, pad_mode = Geometry.of(module), None
+    if module.padding_mode != "zeros" and any(geometry.padding):
+        top, bottom, left, right = geometry.padding
+        pad_mode = (module.padding_mode, (left, right, top, bottom))
+        geometry = Geometry(geometry.kernel, geometry.stride, geometry.dilation, groups=geometry.groups)
+    kind = "conv1d" if isinstance(module, nn.Conv1d) else "conv2d"
+    return KroneckerLayer(name, kind, module, weight, bias, geometry, pad_mode)
+
+
+@covers(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+def _batch_norm(name: str, module: nn.modules.batchnorm._BatchNorm) -> Layer:
+    shape = (module.num_features,)
+    weight, bias = trainable(module, "weight", shape), trainable(module, "bias", shape)
+    if weight is None or bias is None:
+        raise Uncovered("γ or β is frozen or missing")
+    return BatchNormLayer(name, module, weight, bias)
+
+
+def build(name: str, module: nn.Module) -> Layer:
+    """Describe one module.
+
+    Args:
+        name: its name in the model.
+        module: the module.
+
+    Returns:
+        The layer.
+
+    Raises:
+        Uncovered: K-FAC does not cover it.
+    """
+    for module_type in type(module).__mro__:
+        if module_type in _BUILDERS:
+            return _BUILDERS[module_type](name, module)
+    raise Uncovered(f"{type(module).__name__} has no curvature block")
+
+
+def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[nn.Parameter]]]:
+    """Yield modules with their own trainable parameters, those behind a parametrisation included."""
+    for name, module in model.named_modules():
+        if isinstance(module, parametrize.ParametrizationList):
+            continue
+        own = [p for p in module.parameters(recurse=False) if p.requires_grad]
+        if parametrize.is_parametrized(module):
+            lists = module.parametrizations.values()
+            own += [p for chain in lists for p in chain.parameters(recurse=False) if p.requires_grad]
+        if own:
+            yield name, module, own
+
+
+def find_layers(model: nn.Module) -> tuple[dict[str, Layer], dict[str, str]]:
+    """All layers of a model that K-FAC covers.
+
+    Args:
+        model: the model.
+
+    Returns:
+        Layers by module name, and for every other module with trainable parameters the reason.
+    """
+    owners = list(_owners(model))
+    uses = Counter(id(p) for _, _, own in owners for p in own)
+    layers: dict[str, Layer] = {}
+    uncovered: dict[str, str] = {}
+    for name, module, own in owners:
+        if any(uses[id(p)] > 1 for p in own):
+            uncovered[name or type(module).__name__] = "it shares a parameter with another module"
+            continue
+        try:
+            layers[name] = build(name, module)
+        except Uncovered as reason:
+            uncovered[name or type(module).__name__] = str(reason)
+    return layers, uncovered

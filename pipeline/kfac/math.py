@@ -1,0 +1,342 @@
+"""Linear algebra of Kronecker-factored curvature, as pure functions on tensors.
+
+Shapes: ``c`` groups (1 for ordinary layers; every factor carries this leading dimension), ``m`` outputs and
+``d`` inputs of one group (``d`` counts the bias column), ``r`` rows (examples times positions).
+
+[K] is Osawa et al. 2019, "Large-scale distributed second-order optimization using Kronecker-factored
+approximate curvature for deep convolutional neural networks".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def tri(matrix: Tensor) -> Tensor:
+    """Pack symmetric matrices: their lower triangles, row by row.
+
+    Args:
+        matrix: symmetric matrices [c, d, d].
+
+    Returns:
+        Packed triangles [c, d(d+1)/2].
+    """
+    d = matrix.shape[-1]
+    mask = torch.ones(d, d, dtype=torch.bool, device=matrix.device).tril()
+    return matrix[:, mask]
+
+
+def untri(packed: Tensor) -> Tensor:
+    """Undo :func:`tri`.
+
+    Args:
+        packed: lower triangles [c, d(d+1)/2], row by row.
+
+    Returns:
+        Symmetric matrices [c, d, d].
+
+    Raises:
+        ValueError: the length is not that of a triangle.
+    """
+    length = packed.shape[-1]
+    d = int(((8 * length + 1) ** 0.5 - 1) / 2 + 0.5)
+    if d * (d + 1) // 2 != length:
+        raise ValueError(f"{length} numbers are no packed triangle")
+    mask = torch.ones(d, d, dtype=torch.bool, device=packed.device).tril()
+    lower = packed.new_zeros(packed.shape[0], d, d)
+    lower[:, mask] = packed
+    return lower + lower.tril(-1).mT
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A second moment Σ x xᵀ, held as the matrix or, where that is smaller, as the rows x themselves.
+
+    Attributes:
+        matrix: Σ x xᵀ [c, d, d], or None.
+        rows: the rows x [r, d] of a layer with one group, or None. Exactly one of the two is given.
+    """
+
+    matrix: Tensor | None = None
+    rows: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """Check that one form is given.
+
+        Raises:
+            ValueError: both forms are given, or none.
+        """
+        if (self.matrix is None) == (self.rows is None):
+            raise ValueError("a moment has either a matrix or rows")
+
+    @property
+    def dim(self) -> int:
+        """Dimension d."""
+        return self._tensor.shape[-1]
+
+    @property
+    def _tensor(self) -> Tensor:
+        tensor = self.matrix if self.rows is None else self.rows
+        assert tensor is not None  # noqa: S101 (checked when made)
+        return tensor
+
+    def dense(self) -> Tensor:
+        """Return the matrix [c, d, d]."""
+        if self.rows is None:
+            return self._tensor
+        return gram(self.rows).unsqueeze(0)
+
+    def trace(self) -> Tensor:
+        """Return the trace of every group [c]."""
+        if self.rows is None:
+            return self._tensor.diagonal(dim1=-2, dim2=-1).sum(-1)
+        return self.rows.square().sum().reshape(1)
+
+    def scaled(self, factor: float) -> Moment:
+        """Return the moment times ``factor`` >= 0."""
+        if self.rows is None:
+            return Moment(matrix=self._tensor * factor)
+        return Moment(rows=self.rows * factor**0.5)
+
+    def plus(self, other: Moment) -> Moment:
+        """Return the sum; rows stay rows while that is the cheaper form."""
+        if self.rows is not None and other.rows is not None:
+            rows = torch.cat([self.rows, other.rows])
+            return Moment(rows=rows) if prefer_rows(*rows.shape) else Moment(matrix=gram(rows)[None])
+        return Moment(matrix=self.dense() + other.dense())
+
+    def finite(self) -> bool:
+        """Return whether every number is finite."""
+        return bool(torch.isfinite(self._tensor).all())
+
+
+def prefer_rows(r: int, d: int) -> bool:
+    """Return whether ``r`` rows are cheaper to store and to apply than the d x d matrix.
+
+    Inverting costs r²d + r³/3 against rd² + d³, applying to m vectors 2mrd against md².
+    """
+    return 2 * r <= d
+
+
+def gram(rows: Tensor) -> Tensor:
+    """Return the sum of outer products of the rows [r, d], [d, d]."""
+    return rows.T @ rows
+
+
+def linear_rows(x: Tensor, bias: bool) -> Tensor:
+    """Rows x̃ of a linear layer.
+
+    Args:
+        x: inputs [n, ..., d]; all dimensions between the first and the last are positions.
+        bias: append the constant 1 that multiplies the bias.
+
+    Returns:
+        Rows [r, d], or [r, d + 1] with a bias: a view of ``x`` or a copy.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    return torch.cat([rows, rows.new_ones(rows.shape[0], 1)], 1) if bias else rows
+
+
+def output_moment(g: Tensor, groups: int = 1) -> Tensor:
+    """Second moment of output gradients, summed over examples and positions.
+
+    Args:
+        g: output gradients, channels second: [n, c·m, *positions] ([n, m] for a linear layer).
+        groups: groups c of the layer.
+
+    Returns:
+        Σ g gᵀ of every group [c, m, m].
+    """
+    rows = g.transpose(0, 1).reshape(groups, g.shape[1] // groups, -1)
+    return rows @ rows.mT
+
+
+def pi_correction(trace_a: Tensor, dim_a: int, trace_g: Tensor, dim_g: int) -> Tensor:
+    """π of the factored damping: sqrt((tr A / dim A) / (tr G / dim G)), 1 where a trace vanishes.
+
+    Args:
+        trace_a: traces of A [c].
+        dim_a: dimension of A.
+        trace_g: traces of G [c].
+        dim_g: dimension of G.
+
+    Returns:
+        π [c].
+    """
+    ratio = (trace_a / dim_a) / (trace_g / dim_g)
+    return torch.where((ratio > 0) & torch.isfinite(ratio), ratio, torch.ones_like(ratio)).sqrt()
+
+
+@dataclass(frozen=True)
+class DenseInverse:
+    """A damped inverse held as a matrix.
+
+    Attributes:
+        matrix: (M + δI)^-1 [c, d, d].
+    """
+
+    matrix: Tensor
+
+    def left(self, v: Tensor) -> Tensor:
+        """Return M^-1 v for v [c, d, k]."""
+        return self.matrix @ v
+
+    def right(self, v: Tensor) -> Tensor:
+        """Return v M^-1 for v [c, k, d]."""
+        return v @ self.matrix
+
+
+@dataclass(frozen=True)
+class LowRankInverse:
+    """A damped inverse of UᵀU by the Woodbury identity: (UᵀU + δI)^-1 = (I − Uᵀ(UUᵀ + δI)^-1 U) / δ.
+
+    Attributes:
+        rows: U [r, d].
+        core: (UUᵀ + δI)^-1 [r, r].
+        damping: δ [1].
+    """
+
+    rows: Tensor
+    core: Tensor
+    damping: Tensor
+
+    def left(self, v: Tensor) -> Tensor:
+        """Return M^-1 v for v [1, d, k]."""
+        return (v - self.rows.T @ (self.core @ (self.rows @ v))) / self.damping
+
+    def right(self, v: Tensor) -> Tensor:
+        """Return v M^-1 for v [1, k, d]."""
+        return (v - ((v @ self.rows.T) @ self.core) @ self.rows) / self.damping
+
+
+Inverse = DenseInverse | LowRankInverse
+
+
+def _ladder(matrix: Tensor, damping: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (matrix, damping) to try in turn: as is, in float64, with the damping raised ever more."""
+    if matrix.dtype != torch.float64:
+        yield matrix, damping
+    wide, floor = matrix.double(), damping.double()
+    # A damping of exactly zero cannot be raised by multiplication: start from rounding error of the trace.
+    trace = wide.diagonal(dim1=-2, dim2=-1).mean(-1)
+    floor_raised = torch.maximum(floor, trace * torch.finfo(torch.float64).eps)
+    yield wide, floor
+    for raise_by in (10.0, 100.0, 1000.0):
+        yield wide, floor_raised * raise_by
+
+
+def damped_inverse(matrix: Tensor, damping: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Invert M + δI by Cholesky, with a ladder of fallbacks.
+
+    The ladder: the given precision, float64, float64 with δ raised 10, 100 and 1000 times.
+
+    Args:
+        matrix: symmetric positive semi-definite matrices M [c, d, d].
+        damping: δ of every group [c].
+
+    Returns:
+        The inverses [c, d, d], exactly symmetric, in the dtype of ``matrix``, and the damping used [c]; None
+        if the whole ladder failed (for example on NaN).
+    """
+    if not bool(torch.isfinite(matrix).all()):
+        return None
+    for attempt, delta in _ladder(matrix, damping):
+        shifted = attempt.clone()
+        shifted.diagonal(dim1=-2, dim2=-1).add_(delta[:, None])
+        lower, info = torch.linalg.cholesky_ex(shifted)
+        if bool((info != 0).any()):
+            continue
+        inverse = torch.cholesky_inverse(lower).to(matrix.dtype)
+        if bool(torch.isfinite(inverse).all()):
+            # Row-major, as a resumed run unpacks it: products then round alike.
+            return ((inverse + inverse.mT) / 2).contiguous(), delta.to(matrix.dtype)
+    return None
+
+
+def invert(moment: Moment, damping: Tensor) -> tuple[Inverse, Tensor] | None:
+    """Damped inverse of a moment in whichever form it is held.
+
+    Args:
+        moment: M, of c groups.
+        damping: δ of every group [c].
+
+    Returns:
+        The inverse of M + δI and the damping used [c], or None where no rung of the ladder worked.
+    """
+    if moment.rows is not None and bool(damping > 0):
+        core = damped_inverse((moment.rows @ moment.rows.T)[None], damping)
+        if core is None:
+            return None
+        return LowRankInverse(moment.rows, core[0][0], core[1]), core[1]
+    found = damped_inverse(moment.dense(), damping)
+    return None if found is None else (DenseInverse(found[0]), found[1])
+
+
+def precondition(v: Tensor, a_inverse: Inverse, g_inverse: Inverse) -> Tensor:
+    """G^-1 V A^-1, equation (8) of [K].
+
+    Args:
+        v: gradient of the weight, with the bias as last column [c, m, d].
+        a_inverse: damped inverse of A, dimension d.
+        g_inverse: damped inverse of G, dimension m.
+
+    Returns:
+        The preconditioned gradient [c, m, d].
+    """
+    return g_inverse.left(a_inverse.right(v))
+
+
+def normalised(x: Tensor, eps: float, stats: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """x̂ of batch normalisation.
+
+    Args:
+        x: inputs [n, c, *positions].
+        eps: the layer's ε.
+        stats: mean and biased variance [c] to normalise with; None takes those of x.
+
+    Returns:
+        (x − mean) / sqrt(var + ε), shape of x.
+    """
+    flat = x.reshape(x.shape[0], x.shape[1], -1)
+    if stats is None:
+        var, mean = torch.var_mean(flat, dim=(0, 2), correction=0)
+    else:
+        mean, var = stats
+    return ((flat - mean[:, None]) * (var + eps).rsqrt()[:, None]).reshape(x.shape)
+
+
+def unit_moment(x_hat: Tensor, g: Tensor) -> Tensor:
+    """Second moments of the per-example gradients (∂γ, ∂β) of every channel of a batch normalisation.
+
+    Args:
+        x_hat: normalised inputs [n, c, *positions].
+        g: output gradients, shape of ``x_hat``.
+
+    Returns:
+        Σ over examples of [∂γ², ∂γ∂β; ∂γ∂β, ∂β²] [c, 2, 2].
+    """
+    n, c = g.shape[:2]
+    flat = g.reshape(n, c, -1)
+    both = torch.stack([(flat * x_hat.reshape(n, c, -1)).sum(-1), flat.sum(-1)], -1)
+    return torch.einsum("nci,ncj->cij", both, both)
+
+
+def unit_inverse(blocks: Tensor, damping: float) -> Tensor:
+    """Damped inverses of 2x2 blocks, in closed form.
+
+    Args:
+        blocks: symmetric positive semi-definite [c, 2, 2].
+        damping: λ > 0.
+
+    Returns:
+        (F + λI)^-1 [c, 2, 2].
+    """
+    # float64: the determinant of a nearly singular block cancels in float32.
+    a, b, d = (blocks[:, i, j].double() for i, j in ((0, 0), (0, 1), (1, 1)))
+    a, d = a + damping, d + damping
+    inverse = torch.stack([d, -b, -b, a], -1).reshape(-1, 2, 2) / (a * d - b * b)[:, None, None]
+    return inverse.to(blocks.dtype)

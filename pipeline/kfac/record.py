@@ -1,0 +1,81 @@
+"""The factors as a checkpoint keeps them, for a quantiser that weighs its errors by the curvature.
+
+A plain dictionary of numbers, strings and tensors (it loads with ``weights_only=True``)::
+
+    {"format": "ul2q.kfac/1",
+     "fisher": "empirical" | "mc",          # labels of the data, or sampled from the model
+     "layers": {module name: {
+         "kind": "linear" | "conv1d" | "conv2d",
+         "A": float32 [groups, d(d+1)/2],   # lower triangles by rows; d = inputs per group (+ 1 with bias)
+         "G": float32 [groups, m(m+1)/2],   # m = outputs per group
+         "groups": c, "bias": bool,         # with a bias its row and column are the last of A
+         "normalisation": {"A": "mean over examples of the sum over positions",
+                           "G": "mean over examples and positions, gradient of one example's loss"},
+         "samples": n, "positions": positions per example,
+         "damping": λ of the last inverses, "age": updates since the statistics were taken,
+         "weight_sha256": hash of the weight (float32, C order) that the factors are saved with}}}
+
+The Hessian of the mean loss is about G ⊗ A: half of tr(ΔWᵀ G ΔW A) is the loss of a weight change ΔW.
+Columns of A are in the order of ``weight.flatten(1)``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ul2q.pipeline.kfac import math
+from ul2q.pipeline.kfac.curvature import Curvature, KroneckerCurvature
+from ul2q.pipeline.kfac.layers import KroneckerLayer, Layer
+
+FORMAT = "ul2q.kfac/1"
+NORMALISATION = {
+    "A": "mean over examples of the sum over positions",
+    "G": "mean over examples and positions, gradient of one example's loss",
+}
+
+
+def weight_sha256(weight: Tensor) -> str:
+    """Return the hash of a weight's values as float32 in C order, little endian; hexadecimal."""
+    values = weight.detach().float().cpu().contiguous().numpy()
+    return hashlib.sha256(values.astype("<f4").tobytes()).hexdigest()
+
+
+def factors_state(
+    layers: Mapping[str, Layer], curvature: Mapping[str, Curvature], step: int, fisher: str = "empirical"
+) -> dict[str, Any]:
+    """Factors of all Kronecker-factored layers that have any.
+
+    Args:
+        layers: the covered layers.
+        curvature: their curvature, by the same names.
+        step: number of the step to come, from which ``age`` counts.
+        fisher: where the labels came from, ``empirical`` or ``mc``.
+
+    Returns:
+        The dictionary above.
+    """
+    entries: dict[str, Any] = {}
+    for name, layer in layers.items():
+        found = curvature[name]
+        if not isinstance(layer, KroneckerLayer) or not isinstance(found, KroneckerCurvature):
+            continue
+        if found.a is None or found.g is None:
+            continue
+        entries[name] = {
+            "kind": layer.kind,
+            "A": math.tri(found.a.dense()).float().cpu(),
+            "G": math.tri(found.g.dense()).float().cpu(),
+            "groups": layer.groups,
+            "bias": layer.bias is not None,
+            "normalisation": dict(NORMALISATION),
+            "samples": found.samples,
+            "positions": found.positions,
+            "damping": found.damping,
+            "age": step - found.step - 1,
+            "weight_sha256": weight_sha256(layer.weight),
+        }
+    return {"format": FORMAT, "fisher": fisher, "layers": entries}

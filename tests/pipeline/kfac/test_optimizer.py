@@ -1,0 +1,496 @@
+"""Updates of the optimiser against exact references."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.kfac import KFAC
+
+
+def _batch(
+    n: int, *shape: int, classes: int = 3, seed: int = 0, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(n, *shape, generator=g, dtype=dtype), torch.randint(classes, (n,), generator=g)
+
+
+def _network(seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(4, 4, 3, groups=2, stride=2, bias=False),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(16, 24),
+        nn.ReLU(),
+        nn.Linear(24, 3),
+    ).to(dtype)
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, n: int = 8) -> list[float]:
+    losses = []
+    for step in steps:
+        x, y = _batch(n, 1, 6, 6, seed=step, dtype=next(model.parameters()).dtype)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("n", [4, 64])
+def test_the_update_is_that_of_the_dense_kronecker_inverse(n: int, reference: SimpleNamespace) -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(20, 3).double()
+    x, y = _batch(n, 20)
+    optimizer = KFAC(module, lr=0.5, damping=0.01, momentum=0)
+    out = module(x)
+    out.retain_grad()
+    F.cross_entropy(out, y).backward()
+    assert out.grad is not None
+    before = torch.cat([module.weight, module.bias[:, None]], 1).detach()
+    rows = torch.cat([x, torch.ones(n, 1)], 1)
+    a, g = rows.T @ rows / n, n * out.grad.T @ out.grad
+    gradient = torch.cat([module.weight.grad, module.bias.grad[:, None]], 1)
+    optimizer.step()
+    after = torch.cat([module.weight, module.bias[:, None]], 1).detach()
+    assert torch.allclose(
+        after, before - 0.5 * reference.natural(gradient, a, g, 0.01), rtol=1e-9, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize(
+    "module", [nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(2, 4, 3, groups=2, stride=2)], ids=str
+)
+def test_the_update_of_a_convolution(module: nn.Conv2d, reference: SimpleNamespace) -> None:
+    module = module.double()
+    x = torch.randn(3, 2, 5, 5, dtype=torch.float64)
+    optimizer = KFAC(module, lr=1.0, damping=0.1, momentum=0)
+    out = module(x)
+    out.retain_grad()
+    out.square().mean().backward()
+    groups, m = module.groups, 4 // module.groups
+    a = reference.conv_a(x, (3, 3), module.stride, (1, 1), [module.padding[0]] * 4, groups, True)
+    g = reference.conv_g(out.grad, groups)
+    gradient = torch.cat(
+        [module.weight.grad.reshape(groups, m, -1), module.bias.grad.reshape(groups, m, 1)], -1
+    )
+    before = [p.detach().clone() for p in module.parameters()]
+    optimizer.step()
+    natural = torch.stack([reference.natural(gradient[c], a[c], g[c], 0.1) for c in range(groups)])
+    assert torch.allclose(
+        module.weight, before[0] - natural[..., :-1].reshape(module.weight.shape), rtol=1e-9
+    )
+    assert torch.allclose(module.bias, before[1] - natural[..., -1].reshape(-1), rtol=1e-9)
+
+
+def test_with_one_example_the_block_is_the_exact_empirical_fisher() -> None:
+    """With one example the gradient is an outer product, and so F = vec(V) vec(V)ᵀ = G ⊗ A."""
+    module = nn.Linear(4, 3).double()
+    x, y = _batch(1, 4)
+    optimizer = KFAC(module, damping=1e-3)
+    F.cross_entropy(module(x), y).backward()
+    v = torch.cat([module.weight.grad, module.bias.grad[:, None]], 1).reshape(-1)
+    optimizer.step()
+    curvature = optimizer._curvature[""]
+    assert torch.allclose(
+        torch.kron(curvature.g.dense()[0], curvature.a.dense()[0]), torch.outer(v, v), rtol=1e-10
+    )
+
+
+def test_with_equal_output_gradients_the_block_is_the_exact_fisher() -> None:
+    """A linear output with loss Σ y: g is the same for all examples, A and G independent, the block exact."""
+    module = nn.Linear(4, 3).double()
+    x, _ = _batch(6, 4)
+    optimizer = KFAC(module)
+    module(x).sum(1).mean().backward()
+    optimizer.step()
+    rows = []
+    for i in range(6):
+        gradients = torch.autograd.grad(module(x[i : i + 1]).sum(), list(module.parameters()))
+        rows.append(torch.cat([gradients[0], gradients[1][:, None]], 1).reshape(-1))
+    per_example = torch.stack(rows)
+    curvature = optimizer._curvature[""]
+    exact = per_example.T @ per_example / 6
+    assert torch.allclose(torch.kron(curvature.g.dense()[0], curvature.a.dense()[0]), exact, rtol=1e-10)
+
+
+@pytest.mark.parametrize("batch_norm", ["unit", "diagonal", "plain"])
+def test_the_update_of_batch_norm(batch_norm: str) -> None:
+    torch.manual_seed(0)
+    module = nn.BatchNorm2d(3).double()
+    with torch.no_grad():
+        module.weight.copy_(torch.tensor([0.0, -1.0, 2.0]))
+    x, weights = torch.randn(5, 3, 2, 2, dtype=torch.float64), torch.randn(5, 3, 2, 2, dtype=torch.float64)
+    optimizer = KFAC(module, lr=1.0, damping=0.3, momentum=0, batch_norm=batch_norm)
+    (module(x) * weights).sum((1, 2, 3)).mean().backward()
+    gamma, beta = (p.detach().clone() for p in (module.weight, module.bias))
+    mean, var = x.mean((0, 2, 3), keepdim=True), x.var((0, 2, 3), correction=0, keepdim=True)
+    x_hat = (x - mean) / (var + module.eps).sqrt()
+    pairs = torch.stack([(weights * x_hat).sum((2, 3)), weights.sum((2, 3))], -1)  # of the example's own loss
+    fisher = torch.einsum("nci,ncj->cij", pairs, pairs) / 5
+    if batch_norm == "diagonal":
+        fisher = fisher * torch.eye(2)
+    gradient = torch.stack([module.weight.grad, module.bias.grad], -1)
+    expected = gradient
+    if batch_norm != "plain":
+        expected = torch.linalg.solve(fisher + 0.3 * torch.eye(2, dtype=torch.float64), gradient[..., None])[
+            ..., 0
+        ]
+    optimizer.step()
+    assert torch.allclose(module.weight, gamma - expected[:, 0], rtol=1e-9)
+    assert torch.allclose(module.bias, beta - expected[:, 1], rtol=1e-9)
+    assert ("" in optimizer.uncovered or "BatchNorm2d" in optimizer.uncovered) == (batch_norm == "plain")
+
+
+def test_without_curvature_it_is_sgd_with_momentum() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Flatten(), nn.LayerNorm(8)).double()
+    other = copy.deepcopy(model)
+    ours = KFAC(model, lr=0.1, momentum=0.9, weight_decay=0.01)
+    sgd = torch.optim.SGD(other.parameters(), 0.1, 0.9, weight_decay=0.01)
+    for step in range(4):
+        x = torch.randint(5, (6, 2), generator=torch.Generator().manual_seed(step))
+        for network, optimizer in ((model, ours), (other, sgd)):
+            optimizer.zero_grad()
+            network(x).pow(3).mean().backward()
+            optimizer.step()
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=1e-12)
+    assert set(ours.uncovered) == {"0", "2"}
+
+
+@pytest.mark.parametrize("parts", [(4, 4), (2, 2, 2, 2), (5, 3)])
+@pytest.mark.parametrize("decay", [0.0, 0.9])
+def test_accumulated_micro_batches_equal_the_big_batch(parts: tuple[int, ...], decay: float) -> None:
+    def network() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)).double()
+
+    options: dict[str, Any] = {"lr": 0.01, "factor_interval": 1, "inverse_interval": 2, "factor_decay": decay}
+    big, small = network(), network()
+    optimizer, accumulating = KFAC(big, **options), KFAC(small, **options)
+    for step in range(5):
+        x, y = _batch(8, 1, 6, 6, seed=step)
+        optimizer.zero_grad()
+        F.cross_entropy(big(x), y).backward()
+        optimizer.step()
+        accumulating.zero_grad()
+        for micro_x, micro_y in zip(x.split(list(parts)), y.split(list(parts)), strict=True):
+            (F.cross_entropy(small(micro_x), micro_y, reduction="sum") / 8).backward()
+        accumulating.step()
+    for p, q in zip(big.parameters(), small.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"factor_interval": 2, "inverse_interval": 4},
+        {
+            "factor_interval": 1,
+            "inverse_interval": 3,
+            "factor_decay": 0.9,
+            "kl_clip": 1e-4,
+            "weight_decay": 1e-3,
+        },
+    ],
+)
+@pytest.mark.parametrize("stop", [1, 3, 6])
+def test_resuming_equals_not_stopping_bit_for_bit(options: dict[str, Any], stop: int) -> None:
+    whole = _network(dtype=torch.float32)
+    optimizer = KFAC(whole, lr=0.01, **options)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    _train(whole, optimizer, range(stop))
+    schedule.step()
+    file = io.BytesIO()
+    torch.save({"m": whole.state_dict(), "o": optimizer.state_dict(), "s": schedule.state_dict()}, file)
+    uninterrupted = _train(whole, optimizer, range(stop, 10))
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed = _network(seed=9, dtype=torch.float32)
+    again = KFAC(resumed, lr=0.5, **options)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(again, 0.9)
+    resumed.load_state_dict(saved["m"])
+    again.load_state_dict(saved["o"])
+    schedule.load_state_dict(saved["s"])
+    assert _train(resumed, again, range(stop, 10)) == uninterrupted
+    for p, q in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_state_of_another_model_is_refused() -> None:
+    optimizer = KFAC(nn.Linear(2, 2))
+    with pytest.raises(UsageError, match="not of K-FAC on this model"):
+        optimizer.load_state_dict(KFAC(nn.Sequential(nn.Linear(2, 2))).state_dict())
+    with pytest.raises(UsageError, match="not of K-FAC"):
+        optimizer.load_state_dict(torch.optim.SGD(nn.Linear(2, 2).parameters()).state_dict())
+
+
+class Shared(nn.Module):
+    """One module called twice, one never, two with tied weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.never = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.tied, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.other.weight = self.tied.weight
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.twice(F.relu(self.twice(x))))
+        return self.head(F.relu(self.other(F.relu(self.tied(x)))))
+
+
+def test_unused_and_tied_layers_say_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = Shared().double()
+    before = copy.deepcopy(model)
+    x, y = _batch(8, 6)
+    with caplog.at_level(logging.INFO, "ul2q.pipeline.kfac.optimizer"):
+        optimizer = KFAC(model, lr=0.1, damping=0.1, momentum=0, factor_interval=1, inverse_interval=1)
+        F.cross_entropy(model(x), y).backward()
+        gradient = model.tied.weight.grad.clone()
+        optimizer.step()
+        tied = model.tied.weight.detach().clone()
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert torch.allclose(tied, before.tied.weight - 0.1 * gradient)
+    assert torch.equal(model.never.weight, before.never.weight)
+    assert {"tied", "other", "never"} == set(optimizer.uncovered)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == len(set(told)) == 3
+
+
+def test_the_update_of_a_module_called_twice(reference: SimpleNamespace) -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(3, 3).double()
+    x = torch.randn(4, 3, dtype=torch.float64)
+    optimizer = KFAC(module, lr=1.0, damping=0.1, momentum=0)
+    y = module(x)
+    z = module(y)
+    y.retain_grad()
+    z.retain_grad()
+    z.square().sum(1).mean().backward()
+    rows = torch.cat([torch.cat([x, y.detach()]), torch.ones(8, 1)], 1)
+    g = 4 * torch.cat([y.grad, z.grad])
+    gradient = torch.cat([module.weight.grad, module.bias.grad[:, None]], 1)
+    before = torch.cat([module.weight, module.bias[:, None]], 1).detach()
+    optimizer.step()
+    after = torch.cat([module.weight, module.bias[:, None]], 1).detach()
+    natural = reference.natural(gradient, rows.T @ rows / 4, g.T @ g / 8, 0.1)
+    assert torch.allclose(after, before - natural, rtol=1e-9)
+
+
+class Offset(nn.Module):
+    """A straight-through parametrisation."""
+
+    def forward(self, w: Tensor) -> Tensor:
+        return w + 0.25
+
+
+def test_a_parametrised_weight_trains_like_the_weight_itself() -> None:
+    torch.manual_seed(0)
+    plain, wrapped = nn.Linear(5, 3).double(), nn.Linear(5, 3).double()
+    wrapped.load_state_dict(plain.state_dict())
+    with torch.no_grad():
+        wrapped.weight -= 0.25
+    parametrize.register_parametrization(wrapped, "weight", Offset())
+    for module in (plain, wrapped):
+        optimizer = KFAC(module, lr=0.1, inverse_interval=1, factor_interval=1)
+        assert not optimizer.uncovered
+        for step in range(3):
+            x, y = _batch(8, 5, seed=step)
+            optimizer.zero_grad()
+            F.cross_entropy(module(x), y).backward()
+            optimizer.step()
+    assert torch.allclose(plain.weight, wrapped.weight, rtol=1e-12)
+
+
+@pytest.mark.parametrize("loss_scale", [1.0, 1024.0])
+def test_a_loss_scale_is_divided_out(loss_scale: float) -> None:
+    model, other = _network(), _network()
+    _train(model, KFAC(model, lr=0.01), range(3))
+    optimizer = KFAC(other, lr=0.01, loss_scale=loss_scale)
+    for step in range(3):
+        x, y = _batch(8, 1, 6, 6, seed=step)
+        optimizer.zero_grad()
+        (F.cross_entropy(other(x), y) * loss_scale).backward()
+        optimizer.step()
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=1e-10)
+
+
+def test_a_grad_scaler_works() -> None:
+    model, other = _network(), _network()
+    _train(model, KFAC(model, lr=0.01), range(3))
+    optimizer = KFAC(other, lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    for step in range(4):
+        x, y = _batch(8, 1, 6, 6, seed=step)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(other(x), y)
+        scaler.scale(loss if step < 3 else loss * float("inf")).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert optimizer.skipped == 1
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=1e-10)
+
+
+def test_a_batch_with_nan_is_skipped_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    model, other = _network(), _network()
+    optimizer = KFAC(model, lr=0.01)
+    x, y = _batch(8, 1, 6, 6)
+    F.cross_entropy(model(x * float("nan")), y).backward()
+    optimizer.step()
+    assert (optimizer.skipped, optimizer.steps) == (1, 0)
+    assert "NaN" in caplog.text
+    model.load_state_dict(other.state_dict())  # the running statistics of the normalisation saw the NaN
+    assert _train(model, optimizer, range(3)) == _train(other, KFAC(other, lr=0.01), range(3))
+
+
+def test_a_layer_without_statistics_says_so_and_takes_the_plain_gradient() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).double()
+    model[0].eval()
+    optimizer = KFAC(model, lr=0.1, momentum=0)
+    before = model[0].weight.detach().clone()
+    model(_batch(5, 4)[0]).square().mean().backward()
+    optimizer.step()
+    assert torch.allclose(model[0].weight, before - 0.1 * model[0].weight.grad)
+    assert "evaluation mode" in optimizer.uncovered["0"]
+    model.train()
+    for _ in range(10):
+        optimizer.zero_grad()
+        model(_batch(5, 4)[0]).square().mean().backward()
+        optimizer.step()
+    assert not optimizer.uncovered
+
+
+def test_kl_clip_bounds_the_step() -> None:
+    def change(kl_clip: float | None) -> tuple[Tensor, float]:
+        torch.manual_seed(0)
+        module = nn.Linear(6, 3).double()
+        optimizer = KFAC(module, lr=0.5, momentum=0, kl_clip=kl_clip)
+        x, y = _batch(16, 6)
+        F.cross_entropy(module(x), y).backward()
+        before, g = module.weight.detach().clone(), [p.grad.clone() for p in module.parameters()]
+        old_bias = module.bias.detach().clone()
+        optimizer.step()
+        step = [module.weight - before, module.bias - old_bias]
+        inner = sum((d * e).sum().item() for d, e in zip(step, g, strict=True))
+        return step[0].detach(), abs(0.5 * inner)
+
+    free, inner = change(None)
+    clipped, bound = change(1e-3)
+    assert inner > 1e-3
+    assert torch.allclose(clipped, free * (1e-3 / inner) ** 0.5, rtol=1e-9)
+    assert bound == pytest.approx((1e-3 * inner) ** 0.5)
+    assert torch.equal(change(2 * inner)[0], free)
+
+
+def test_intervals_decide_when_statistics_are_taken() -> None:
+    model = _network()
+    optimizer = KFAC(model, lr=0.01, factor_interval=2, inverse_interval=4)
+    due = []
+    for step in range(9):
+        due.append(optimizer.refresh_due)
+        _train(model, optimizer, range(step, step + 1))
+    assert due == [step % 4 == 0 for step in range(9)]  # the newest only: every inversion
+    averaging = KFAC(_network(), factor_interval=2, inverse_interval=4, factor_decay=0.5)
+    averaging.steps = 2
+    assert averaging.refresh_due
+
+
+def test_the_closure_and_the_schedulers_of_torch_work() -> None:
+    model = _network()
+    optimizer = KFAC(model, lr=0.04, damping=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.04, total_steps=10)
+    x, y = _batch(8, 1, 6, 6)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss.item()
+
+    losses = [(optimizer.step(closure), schedule.step())[0] for _ in range(9)]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "lr is -1.0"),
+        ({"damping": 0.0}, "damping is 0.0"),
+        ({"momentum": 1.5}, "momentum is 1.5"),
+        ({"factor_interval": 3, "inverse_interval": 10}, "multiple"),
+        ({"kl_clip": 0.0}, "kl_clip"),
+        ({"batch_norm": "full"}, "batch_norm"),
+    ],
+)
+def test_values_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        KFAC(nn.Linear(2, 2), **options)
+
+
+def test_it_reaches_a_lower_loss_than_sgd_in_equal_steps() -> None:
+    """An ill-conditioned regression, features of scales 0.1 to 10, each at its best rate."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(256, 10, generator=g) * torch.logspace(-1, 1, 10)
+    y = torch.tanh(x @ torch.randn(10, 4, generator=g))
+
+    def final_loss(make: Callable[[nn.Module, float], torch.optim.Optimizer], rate: float) -> float:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+        optimizer = make(model, rate)
+        for _ in range(60):
+            optimizer.zero_grad()
+            loss = (model(x) - y).square().sum(1).mean()
+            loss.backward()
+            optimizer.step()
+        return loss.item() if loss.isfinite() else float("inf")
+
+    def kfac(model: nn.Module, rate: float) -> KFAC:
+        return KFAC(model, rate, damping=0.01, factor_interval=1, inverse_interval=1)
+
+    rates = [10 ** (-k / 2) for k in range(8)]
+    sgd = min(final_loss(lambda m, rate: torch.optim.SGD(m.parameters(), rate, 0.9), rate) for rate in rates)
+    assert min(final_loss(kfac, rate) for rate in rates) < sgd / 3  # measured: a seventh
+
+
+def test_numbers_do_not_depend_on_the_batch_size_through_scaling() -> None:
+    """The same examples twice over: the same mean gradient, the same factors, the same update."""
+    x, y = _batch(8, 6)
+    weights = []
+    for repeat in (1, 2):
+        torch.manual_seed(0)
+        module = nn.Linear(6, 3).double()
+        optimizer = KFAC(module, lr=0.1)
+        F.cross_entropy(module(x.repeat(repeat, 1)), y.repeat(repeat)).backward()
+        optimizer.step()
+        weights.append(module.weight.detach())
+    assert torch.allclose(*weights, rtol=1e-10)
+
+
+def test_all_kinds_of_layers_appear_once() -> None:
+    optimizer = KFAC(_network())
+    ids = list(itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups))
+    assert len(ids) == len({id(p) for p in ids}) == 9
