@@ -21,8 +21,8 @@ from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
 from ul2q.pipeline.kfac import convolution, math
-from ul2q.pipeline.kfac.convolution import Geometry
 from ul2q.pipeline.kfac.math import Moment
+from ul2q.pipeline.kfac.patches import Geometry, patch_rows
 
 
 class Uncovered(Exception):  # noqa: N818 (an answer rather than an error)
@@ -140,7 +140,7 @@ class KroneckerLayer:
             x = F.pad(x, self.pad_mode[1], self.pad_mode[0])
         out = self.geometry.output(x.shape[2], x.shape[3])
         if rows and self.groups == 1 and math.prefer_rows(x.shape[0] * out[0] * out[1], d):
-            return Moment(rows=convolution.patch_rows(x, self.geometry, bias).contiguous())
+            return Moment(rows=patch_rows(x, self.geometry, bias).contiguous())
         return Moment(matrix=convolution.input_moment(x, self.geometry, bias))
 
     def sums(self, inputs: Moment, g: Tensor, *, rows: bool) -> KroneckerSums:

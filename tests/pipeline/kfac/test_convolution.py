@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ul2q.pipeline.kfac import convolution
-from ul2q.pipeline.kfac.convolution import Geometry
+from ul2q.pipeline.kfac.patches import Geometry, patch_rows
 
 # kernel, stride, dilation, padding (top, bottom, left, right), map
 GEOMETRIES = [
@@ -55,7 +55,7 @@ def test_groups_and_depthwise_equal_the_loops(groups: int, reference: SimpleName
 def test_patch_rows_multiply_out_to_the_moment() -> None:
     x = torch.randn(2, 3, 6, 5, dtype=torch.float64)
     geometry = Geometry((3, 3), (2, 2), (1, 1), (1, 1, 1, 1))
-    rows = convolution.patch_rows(x, geometry, bias=True)
+    rows = patch_rows(x, geometry, bias=True)
     assert torch.allclose(
         (rows.T @ rows)[None], convolution.input_moment(x, geometry, bias=True), rtol=1e-12, atol=1e-12
     )
