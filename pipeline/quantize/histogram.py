@@ -40,36 +40,23 @@ class Histogram:
         """Move the window and widen the bins until the counted values and ``low``..``high`` have bins."""
         largest = max(abs(low), abs(high))
         floor = max(_NARROWEST, math.frexp(largest)[1] - _INDEX_BITS) if largest else _NARROWEST
-        if not self.total:
-            self.exponent = floor
-        while self.exponent < floor:
-            self._merge()
+        exponent = max(floor, self.exponent) if self.total else floor
+        used = np.flatnonzero(self.counts)
+        numbers = used + self.start
         while True:
-            first, last = math.floor(low * self.inverse_width), math.floor(high * self.inverse_width)
+            merged = numbers >> (exponent - self.exponent) if self.total else numbers
+            first, last = (math.floor(v * 2.0**-exponent) for v in (low, high))
             if self.total:
-                used = np.flatnonzero(self.counts)
-                first, last = min(first, self.start + int(used[0])), max(last, self.start + int(used[-1]))
+                first, last = min(first, int(merged[0])), max(last, int(merged[-1]))
             if last - first < BINS:
                 break
-            self._merge()
-        if not self.start <= first <= last < self.start + BINS:
-            self._move(first - (BINS - 1 - last + first) // 2)
-
-    def _merge(self) -> None:
-        """Double the width; bin ⌊i/2⌋ takes bin i."""
-        padded = np.concatenate((np.zeros(self.start % 2, np.int64), self.counts))
-        padded = np.pad(padded, (0, len(padded) % 2))
-        merged = padded[0::2] + padded[1::2]
-        self.counts = np.pad(merged, (0, BINS - len(merged)))
-        self.start //= 2
-        self.exponent += 1
-
-    def _move(self, start: int) -> None:
-        """Let the window begin at bin number ``start``; it has to hold all counted values."""
-        used = np.flatnonzero(self.counts)
-        moved = np.zeros_like(self.counts)
-        moved[used + self.start - start] = self.counts[used]
-        self.counts, self.start = moved, start
+            exponent += 1
+        if exponent == self.exponent and self.start <= first and last < self.start + BINS:
+            return
+        start = first - (BINS - 1 - last + first) // 2
+        counts = np.zeros_like(self.counts)
+        np.add.at(counts, merged - start, self.counts[used])
+        self.counts, self.start, self.exponent = counts, start, exponent
 
     def add_counts(self, counts: NDArray[np.int64], zeros: int) -> None:
         """Add ``counts`` [2048] of values in the present bins, ``zeros`` of them exactly 0."""

@@ -55,6 +55,8 @@ LARGEST_STEP: Final = 2.0**116
 LARGEST_OFFSET: Final = 2.0**125
 """Bounds of α and |β| within which every level is an ordinary float32."""
 
+_PIECE: Final = 2**18
+
 
 def namespace(x: Array) -> Namespace:
     """Return ``numpy`` or ``torch``, whichever ``x`` belongs to, without importing torch.
@@ -169,6 +171,27 @@ def _tree_sum(x: Array) -> Array:
     return total
 
 
+def _sums(rows: Array, xp: Namespace, centre: Array | None = None) -> Array:
+    """Return the float64 sums [R] of float32 ``rows`` [R, n], or of their squared distance to ``centre`` [R].
+
+    Work goes by pieces of at most `_PIECE` values, which bounds the float64 memory.
+    """
+    count, n = rows.shape
+    width = min(n, _PIECE)
+    height = max(1, _PIECE // width)
+    sums = []
+    for top in range(0, count, height):
+        parts = []
+        for left in range(0, n, width):
+            piece = cast(rows[top : top + height, left : left + width], "float64", xp)
+            if centre is not None:
+                piece = piece - xp.reshape(centre[top : top + height], (-1, 1))
+                piece = piece * piece
+            parts.append(_tree_sum(piece))
+        sums.append(_tree_sum(xp.stack(parts, -1)))
+    return xp.concatenate(sums)
+
+
 def _require_finite(w: Array, alpha: Array, beta: Array, xp: Namespace) -> None:
     """Check by its statistics that ``w`` is finite: one NaN or infinity makes the mean so.
 
@@ -217,11 +240,9 @@ def scale_offset(
             rows = xp.reshape(values, (1, -1))
         else:
             rows = xp.reshape(xp.moveaxis(values, axis, 0), (values.shape[axis], -1))
-        wide = cast(rows, "float64", xp)
-        n = wide.shape[-1]
-        mean = _tree_sum(wide) / n
-        deviation = wide - xp.reshape(mean, (-1, 1))
-        sigma = xp.sqrt(_tree_sum(deviation * deviation) / n)
+        n = rows.shape[-1]
+        mean = _sums(rows, xp) / n
+        sigma = xp.sqrt(_sums(rows, xp, mean) / n)
         shape = () if axis is None else (-1,)
         alpha = xp.reshape(cast(LAMBDA[k] * sigma, "float32", xp), shape)
         beta = xp.reshape(cast(mean, "float32", xp), shape)

@@ -109,6 +109,22 @@ def test_torch_and_numpy_agree_bit_for_bit(w: np.ndarray, k: int, per_channel: b
     np.testing.assert_array_equal(ul2q.levels(q_t, alpha_t, beta_t, w.ndim - 1).numpy(), expected)
 
 
+@pytest.mark.parametrize("axis", [None, 0, 1])
+@pytest.mark.parametrize("shape", [(3, 200_001), (700_001,), (2**18, 3)])
+def test_large_weights_go_by_pieces(shape: tuple[int, ...], axis: int | None) -> None:
+    if axis == 1 and len(shape) == 1:
+        shape = (1, *shape)
+    w = np.random.default_rng(0).normal(0.1, 1, shape).astype(np.float32)
+    alpha, beta = ul2q.scale_offset(w, 2, axis)
+    alpha_t, beta_t = ul2q.scale_offset(torch.from_numpy(w), 2, axis)
+    np.testing.assert_array_equal(alpha_t.numpy(), alpha)
+    np.testing.assert_array_equal(beta_t.numpy(), beta)
+    others = None if axis is None else tuple(i for i in range(w.ndim) if i != axis)
+    wide = w.astype(np.float64)
+    np.testing.assert_allclose(beta, wide.mean(others), rtol=2**-23, atol=1e-15)
+    np.testing.assert_allclose(alpha, ul2q.LAMBDA[2] * wide.std(others), rtol=2**-23, atol=2**-100)
+
+
 @pytest.mark.parametrize("axis", [0, 1, -1])
 def test_channels_are_quantised_one_by_one(axis: int) -> None:
     w = np.random.default_rng(0).normal(size=(4, 5, 6)).astype(np.float32)
