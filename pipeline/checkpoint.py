@@ -9,7 +9,9 @@ import io
 import operator
 import pickle
 import re
+import struct
 import sys
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +35,7 @@ FORMAT = "ul2q.model/1"
 _SAFE_WAY = "save model.state_dict() or safetensors and name the network with --arch"
 _TRUST = "or give --trust-pickle if you trust where the file comes from"
 #: what reading a cut or altered file raises somewhere inside torch and pickle
-_DAMAGED = (RuntimeError, EOFError, ValueError, LookupError, AttributeError, TypeError, OSError)
+_DAMAGED = (RuntimeError, EOFError, struct.error, ValueError, LookupError, AttributeError, TypeError, OSError)
 #: harmless objects that training scripts leave beside the weights, beyond those that torch allows by itself
 _HARMLESS: list[Any] = [
     argparse.Namespace,
@@ -206,7 +208,8 @@ def _read(path: Path, kind: Kind, trust_pickle: bool) -> Any:
         reason = "which is not supported as a model" if trust_pickle else "which can run code when loaded"
         raise UsageError(f"{path} is {kind.value}, {reason}: {_SAFE_WAY}")
     try:
-        with torch.serialization.safe_globals(_HARMLESS):
+        with torch.serialization.safe_globals(_HARMLESS), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # advice on the format, for whoever wrote the file
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL ([\w.]+)|class ([\w.]+)", str(error))
@@ -224,8 +227,10 @@ def _read(path: Path, kind: Kind, trust_pickle: bool) -> Any:
 
 def _read_trusted(path: Path) -> Any:
     try:
-        # the user has said that the file may run code
-        return torch.load(path, map_location="cpu", weights_only=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            # the user has said that the file may run code
+            return torch.load(path, map_location="cpu", weights_only=False)
     except (ModuleNotFoundError, AttributeError) as error:
         raise UsageError(
             f"{path} needs a class that cannot be imported ({error}): put its module on PYTHONPATH, "
@@ -348,6 +353,8 @@ def _canonical(value: Any, strings: dict[str, str], tensors: dict[Any, torch.Ten
     Raises:
         TypeError: ``value`` is neither a plain type nor a tensor.
     """
+    if isinstance(value, np.generic):  # before float, which np.float64 is
+        value = value.item()
     if value is None or isinstance(value, bool | int | float | bytes):
         return value
     if isinstance(value, str):
@@ -359,6 +366,4 @@ def _canonical(value: Any, strings: dict[str, str], tensors: dict[Any, torch.Ten
         return {_canonical(k, strings, tensors): _canonical(v, strings, tensors) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return type(value)([_canonical(v, strings, tensors) for v in value])
-    if isinstance(value, np.generic):
-        return value.item()
     raise TypeError(f"a checkpoint holds plain types and tensors only, not {type(value).__name__}")

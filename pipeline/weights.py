@@ -51,8 +51,8 @@ def match_names(state: State, expected: Iterable[str]) -> State:
         expected: names of the module's own state dict.
 
     Returns:
-        The same tensors, without the ``_orig_mod.`` of torch.compile, and without first parts that all names
-        share and the module does not have, such as the ``module.`` of DataParallel.
+        The same tensors, without the ``_orig_mod.`` of torch.compile, and without as many of the first parts
+        that all names share, such as the ``module.`` of DataParallel, as makes most names agree.
     """
     expected = set(expected)
     if set(state) == expected:
@@ -60,13 +60,13 @@ def match_names(state: State, expected: Iterable[str]) -> State:
     # n_averaged is the counter of torch.optim.swa_utils.AveragedModel, no weight
     names = [name for name in state if name != "n_averaged"]
     plain = {name: ".".join(part for part in name.split(".") if part != "_orig_mod") for name in names}
-    for _ in range(3):
-        firsts = {new.split(".")[0] for new in plain.values()}
-        if len(firsts) != 1 or any(e.split(".")[0] in firsts for e in expected):
-            break
-        if not all("." in new for new in plain.values()):
-            break
+    candidates = [plain]
+    while (
+        all("." in new for new in plain.values()) and len({new.split(".")[0] for new in plain.values()}) == 1
+    ):
         plain = {name: new.split(".", 1)[1] for name, new in plain.items()}
+        candidates.append(plain)
+    plain = max(candidates, key=lambda candidate: len(expected & set(candidate.values())))
     return {plain[name]: state[name] for name in names}
 
 
