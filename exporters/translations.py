@@ -1,0 +1,135 @@
+"""ONNX form of each integer operator: DequantizeLinear → operator → QuantizeLinear, which ONNX Runtime fuses.
+
+Clamps behind a layer are not written: its QuantizeLinear saturates at the same values. Every zero point is
+written out, since several versions of ONNX Runtime fail or do not fuse without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from numpy.typing import DTypeLike
+from onnxscript import opset21 as op
+
+from ul2q.pipeline.graph import integer_ops  # noqa: F401  (defines the operators)
+
+Value = Any
+
+
+def _constant(value: object, dtype: DTypeLike) -> Value:
+    tensor: Any = ir.tensor(np.asarray(value, dtype))
+    return op.Constant(value=tensor)
+
+
+def _quantize(x: Value, scale: float, zero_point: int) -> Value:
+    return op.QuantizeLinear(x, _constant(scale, np.float32), _constant(zero_point, np.uint8))
+
+
+def _dequantize(codes: Value, scale: float, zero_point: int) -> Value:
+    return op.DequantizeLinear(codes, _constant(scale, np.float32), _constant(zero_point, np.uint8))
+
+
+def _dequantize_channels(tensor: Value, scale: Value, zero_point: int, dtype: DTypeLike) -> Value:
+    zero_points = np.full(scale.shape[0], zero_point)
+    return op.DequantizeLinear(tensor, scale, _constant(zero_points, dtype), axis=0)
+
+
+def _dequantize_weight(weight: Value, scale: Value, zero_point: int, axis: int) -> Value:
+    # Cast and Mul instead of DequantizeLinear: with float activations only these are folded at load.
+    w = op.Cast(weight, to=ir.DataType.FLOAT)
+    if zero_point:
+        w = op.Sub(w, _constant(zero_point, np.float32))
+    shape = [1] * len(weight.shape)
+    shape[axis] = -1
+    return op.Mul(w, op.Reshape(scale, _constant(shape, np.int64)))
+
+
+def _conv(
+    codes: Value, weight: Value, weight_scale: Value, bias: Value, bias_scale: Value, in_scale: float,
+    in_zero_point: int, weight_zero_point: int, out_scale: float, out_zero_point: int, stride: Sequence[int],
+    pads: Sequence[int], dilation: Sequence[int], groups: int,
+) -> Value:  # fmt: skip
+    y = op.Conv(
+        _dequantize(codes, in_scale, in_zero_point),
+        _dequantize_channels(weight, weight_scale, weight_zero_point, np.int8),
+        _dequantize_channels(bias, bias_scale, 0, np.int32),
+        kernel_shape=list(weight.shape[2:]), strides=list(stride), pads=list(pads), dilations=list(dilation),
+        group=groups,
+    )  # fmt: skip
+    return _quantize(y, out_scale, out_zero_point)
+
+
+def _linear(
+    codes: Value, weight: Value, weight_scale: Value, bias: Value, bias_scale: Value, in_scale: float,
+    in_zero_point: int, weight_zero_point: int, out_scale: float, out_zero_point: int,
+) -> Value:  # fmt: skip
+    y = op.Gemm(
+        _dequantize(codes, in_scale, in_zero_point),
+        _dequantize_channels(weight, weight_scale, weight_zero_point, np.int8),
+        _dequantize_channels(bias, bias_scale, 0, np.int32),
+        transB=1,
+    )
+    return _quantize(y, out_scale, out_zero_point)
+
+
+def _add(
+    a: Value, b: Value, a_scale: float, a_zero_point: int, b_scale: float, b_zero_point: int,
+    out_scale: float, out_zero_point: int,
+) -> Value:  # fmt: skip
+    y = op.Add(_dequantize(a, a_scale, a_zero_point), _dequantize(b, b_scale, b_zero_point))
+    return _quantize(y, out_scale, out_zero_point)
+
+
+def _mul(
+    a: Value, b: Value, a_scale: float, a_zero_point: int, b_scale: float, b_zero_point: int,
+    out_scale: float, out_zero_point: int,
+) -> Value:  # fmt: skip
+    y = op.Mul(_dequantize(a, a_scale, a_zero_point), _dequantize(b, b_scale, b_zero_point))
+    return _quantize(y, out_scale, out_zero_point)
+
+
+def _cat(
+    codes: Sequence[Value], dim: int, scales: Sequence[float], zero_points: Sequence[int], out_scale: float,
+    out_zero_point: int,
+) -> Value:  # fmt: skip
+    parts = [_dequantize(c, s, z) for c, s, z in zip(codes, scales, zero_points, strict=True)]
+    return _quantize(op.Concat(*parts, axis=dim), out_scale, out_zero_point)
+
+
+def _global_average_pool(
+    codes: Value, in_scale: float, in_zero_point: int, out_scale: float, out_zero_point: int
+) -> Value:
+    y = op.GlobalAveragePool(_dequantize(codes, in_scale, in_zero_point))
+    return _quantize(y, out_scale, out_zero_point)
+
+
+def _view(x: Value, size: Sequence[Any]) -> Value:
+    """Return a reshape with the one dimension that is not fixed (the batch) as -1, without Shape nodes."""
+    dynamic = [i for i, s in enumerate(size) if not isinstance(s, int)]
+    if len(dynamic) <= 1 and -1 not in size and 0 not in size:
+        fixed = [-1 if i in dynamic else s for i, s in enumerate(size)]
+        return op.Reshape(x, _constant(fixed, np.int64))
+    if not dynamic:
+        return op.Reshape(x, _constant(list(size), np.int64))
+    one = _constant([1], np.int64)
+    parts = [_constant([s], np.int64) if isinstance(s, int) else op.Reshape(s, one) for s in size]
+    return op.Reshape(x, op.Concat(*parts, axis=0))
+
+
+_ops = torch.ops.ul2q
+TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    _ops.quantize.default: _quantize,
+    _ops.dequantize.default: _dequantize,
+    _ops.dequantize_weight.default: _dequantize_weight,
+    _ops.conv.default: _conv,
+    _ops.linear.default: _linear,
+    _ops.add.default: _add,
+    _ops.mul.default: _mul,
+    _ops.cat.default: _cat,
+    _ops.global_average_pool.default: _global_average_pool,
+    torch.ops.aten.view.default: _view,
+}

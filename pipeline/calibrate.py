@@ -1,0 +1,125 @@
+"""Calibration without labels: batch norm statistics under quantised weights, activation ranges."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.graph.operators import BATCH_NORMS
+from ul2q.pipeline.graph.prepare import Prepared
+from ul2q.pipeline.quantize.ema import ActivationStats
+
+#: Makes a fresh pass over the calibration inputs; every batch is a tuple of model inputs.
+Batches = Callable[[], Iterable[tuple[Tensor, ...]]]
+
+
+@dataclass(frozen=True)
+class BatchNormChoice:
+    """Which batch norm statistics were kept: mean squared error of the outputs against the float model.
+
+    Attributes:
+        before: error with the statistics of the float model.
+        after: error with statistics re-estimated under quantised weights.
+    """
+
+    before: float
+    after: float
+
+    @property
+    def kept(self) -> bool:
+        """Whether the new statistics were better and are in use."""
+        return self.after < self.before
+
+
+def calibrate(prepared: Prepared, reference: nn.Module, batches: Batches) -> BatchNormChoice | None:
+    """Calibrate ``prepared`` in place on unlabelled inputs.
+
+    Args:
+        prepared: the graph with quantisers.
+        reference: the float network, for choosing the batch norm statistics.
+        batches: makes a pass over the calibration inputs.
+
+    Returns:
+        What the re-estimation of batch norm did, or None without batch norm.
+
+    Raises:
+        UsageError: there are no calibration samples, or they give values that are not finite.
+    """
+    set_activations(prepared, "off")
+    choice = _reestimate_batch_norm(prepared.module, reference, batches)
+    fit_activations(prepared, batches)
+    return choice
+
+
+def set_activations(prepared: Prepared, mode: str) -> None:
+    """Switch all activation quantisers to ``mode``: off, observe or quantize."""
+    for _, quantizer in prepared.quantizers():
+        quantizer.mode = mode
+
+
+@torch.no_grad()
+def fit_activations(prepared: Prepared, batches: Batches) -> None:
+    """Observe all activations over one pass and fit their grids; quantisers are on afterwards.
+
+    Raises:
+        UsageError: there are no calibration samples, or a value is not finite.
+    """
+    prepared.module.eval()
+    for _, quantizer in prepared.quantizers():
+        quantizer.stats = ActivationStats()
+    set_activations(prepared, "observe")
+    seen = 0
+    for inputs in batches():
+        prepared.module(*inputs)
+        seen += len(inputs[0])
+    if not seen:
+        raise UsageError("no calibration samples: give data with at least one training sample")
+    for _, quantizer in prepared.quantizers():
+        quantizer.set_from_stats()
+
+
+@torch.no_grad()
+def _reestimate_batch_norm(
+    module: nn.Module, reference: nn.Module, batches: Batches
+) -> BatchNormChoice | None:
+    norms = [m for m in module.modules() if isinstance(m, BATCH_NORMS)]
+    if not norms:
+        return None
+    before = _output_error(module, reference, batches)
+    old = [copy.deepcopy((m.running_mean, m.running_var, m.num_batches_tracked)) for m in norms]
+    momenta = [m.momentum for m in norms]
+    module.eval()
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # plain average over the batches
+        norm.train()
+    for inputs in batches():
+        if len(inputs[0]) > 1:  # one sample has no variance of its own
+            module(*inputs)
+    for norm, momentum in zip(norms, momenta, strict=True):
+        norm.momentum = momentum
+        norm.eval()
+    choice = BatchNormChoice(before, _output_error(module, reference, batches))
+    if not choice.kept:
+        for norm, (mean, var, count) in zip(norms, old, strict=True):
+            norm.running_mean, norm.running_var, norm.num_batches_tracked = mean, var, count
+    return choice
+
+
+def _output_error(module: nn.Module, reference: nn.Module, batches: Batches) -> float:
+    """Return the mean squared difference of all outputs."""
+    module.eval()
+    reference.eval()
+    total, count = 0.0, 0
+    for inputs in batches():
+        pairs = zip(pytree.tree_leaves(module(*inputs)), pytree.tree_leaves(reference(*inputs)), strict=True)
+        for ours, theirs in pairs:
+            total += float((ours.double() - theirs.double()).square().sum())
+            count += ours.numel()
+    return total / count if count else float("inf")

@@ -1,0 +1,396 @@
+"""Lower a prepared graph to integers: this module computes what the file computes, code for code."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, fx, nn
+from torch.nn.utils import parametrize
+
+from ul2q.pipeline.errors import JobError
+from ul2q.pipeline.graph import layers, operators
+from ul2q.pipeline.graph.capture import assign, attribute
+from ul2q.pipeline.graph.layers import CodeFormat, LoweredWeight
+from ul2q.pipeline.graph.prepare import LayerPlan, Prepared, Site
+from ul2q.pipeline.quantize.grid import (
+    dequantize,
+    integer_weight,
+    quantize_weight,
+    sqnr_db,
+    zero_channels,
+)
+
+# The int32 accumulator, bias included, must never overflow.
+_INT32_MAX = 2**31 - 1
+# Integer bias of a channel that is a constant: exact enough and far from overflow.
+_CONSTANT_BIAS = 2**22
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A network of integer layers.
+
+    Attributes:
+        module: the graph, in eval mode. Inputs and outputs are float.
+        weights: the integer weights by module path.
+        code_formats: format of the codes that each named site produces, in execution order.
+        layers: the plan of every layer, as prepared.
+        input_names: names of the inputs.
+        output_scales: step of every output that comes straight from codes, else None.
+        float_operators: names of the operators that run in float.
+    """
+
+    module: fx.GraphModule
+    weights: dict[str, LoweredWeight]
+    code_formats: dict[str, CodeFormat]
+    layers: tuple[LayerPlan, ...]
+    input_names: tuple[str, ...]
+    output_scales: tuple[float | None, ...]
+    float_operators: tuple[str, ...]
+
+
+def lower(prepared: Prepared) -> Lowered:
+    """Return the integer network of a calibrated graph; weights, scales and biases become constants.
+
+    Raises:
+        JobError: an accumulator could overflow 32 bits.
+    """
+    return _Lowering(prepared).run()
+
+
+class _Lowering:
+    def __init__(self, prepared: Prepared) -> None:
+        self.prepared = prepared
+        self.source = prepared.module
+        self.modules = dict(self.source.named_modules())
+        self.nodes = {node.name: node for node in self.source.graph.nodes}
+        self.sites = {site.node: site for site in prepared.sites}
+        self.plans = {plan.name: plan for plan in prepared.layers}
+        self.root = nn.Module()
+        self.graph = fx.Graph()
+        self.env: dict[fx.Node, fx.Node] = {}
+        self.formats: dict[fx.Node, CodeFormat] = {}
+        self.real: dict[fx.Node, fx.Node] = {}  # source node -> dequantised value
+        self.weights: dict[str, LoweredWeight] = {}
+        self.code_formats: dict[str, CodeFormat] = {}
+        self.output_scales: list[float | None] = []
+        self.float_operators: list[str] = []
+        self.fused = self._fused_nodes()
+
+    def run(self) -> Lowered:
+        with torch.no_grad():
+            for node in self.source.graph.nodes:
+                if node not in self.fused:
+                    self._lower(node)
+        self.graph.set_codegen(self.source.graph._codegen)  # same structure of in- and outputs
+        self.graph.lint()
+        self.graph._tracer_cls = None
+        module = fx.GraphModule(self.root, self.graph, "Lowered").train(False)
+        return Lowered(
+            module,
+            self.weights,
+            self.code_formats,
+            self.prepared.layers,
+            self.prepared.input_names,
+            tuple(self.output_scales),
+            tuple(self.float_operators),
+        )
+
+    def _fused_nodes(self) -> set[fx.Node]:
+        """Return nodes that are computed together with the quantiser behind them."""
+        fused: set[fx.Node] = set()
+        for site in self.prepared.sites:
+            if site.anchor is None:
+                continue
+            node: Any = self.nodes[site.node].args[0]
+            while node.name != site.anchor:
+                fused.add(node)
+                node = node.args[0]
+            fused.add(node)
+        return fused
+
+    # One node
+
+    def _lower(self, node: fx.Node) -> None:
+        if node.name in self.sites:
+            self._site(self.sites[node.name], node)
+        elif node.op == "placeholder":
+            self.env[node] = self.graph.placeholder(str(node.target))
+        elif node.op == "get_attr":
+            assign(self.root, str(node.target), attribute(self.source, str(node.target)))
+            self.env[node] = self.graph.get_attr(str(node.target))
+        elif node.op == "output":
+            for value in node.all_input_nodes:
+                self.output_scales.append(self.formats[value].scale if value in self.formats else None)
+            self.graph.output(fx.node.map_arg(node.args[0], self._real))
+        elif node.op == "call_module":
+            self._module(node)
+        else:
+            self._function(node)
+
+    def _function(self, node: fx.Node) -> None:
+        source = node.args[0] if node.args else None
+        if isinstance(source, fx.Node) and source in self.formats:
+            if operators.clamp_range(node) is not None and node.users and self._stays_coded(node):
+                name = f"{node.name}_codes"
+                self._codes(node, name, layers.CodeRelu(self.formats[source]), [source], self.formats[source])
+                return
+            if node.target in operators.MOVING:
+                self.env[node] = self.graph.node_copy(node, lambda n: self.env[n])
+                self.formats[node] = self.formats[source]
+                return
+        if node.target is torch.ops.aten.sym_size.int or not operators.is_float(node):
+            self.env[node] = self.graph.node_copy(node, self._plain)
+            return
+        self.float_operators.append(node.name)
+        self.env[node] = self.graph.node_copy(node, self._real)
+
+    def _stays_coded(self, node: fx.Node) -> bool:
+        return operators.clamp_range(node) == (0.0, float("inf"))
+
+    def _module(self, node: fx.Node) -> None:
+        name, module = str(node.target), self.modules[str(node.target)]
+        (source,) = cast(tuple[fx.Node], node.args)
+        if isinstance(module, operators.DROPOUTS):
+            self.env[node] = self.env[source]
+            if source in self.formats:
+                self.formats[node] = self.formats[source]
+            return
+        plan = self.plans.get(name)
+        if plan is not None and plan.quantized:
+            if node.op == "call_module" and self._norm_of(node) is not None:
+                return  # lowered at its batch norm
+            module = self._float_layer(name, module, None)
+        elif isinstance(module, operators.BATCH_NORMS) and self._layer_before(node) is not None:
+            anchor = cast(fx.Node, self._layer_before(node))
+            name, (source,) = str(anchor.target), cast(tuple[fx.Node], anchor.args)
+            module = self._float_layer(name, self.modules[name], module, norm_name=str(node.target))
+        else:
+            module = copy.deepcopy(module).train(False)
+        self.float_operators.append(name)
+        self.env[node] = self._call(self._unused(name), module, [self._real(source)])
+
+    def _norm_of(self, node: fx.Node) -> fx.Node | None:
+        """Return the batch norm that folds into the layer ``node`` where activations are float, or None."""
+        if not isinstance(self.modules[str(node.target)], operators.INTEGER_LAYERS) or len(node.users) != 1:
+            return None
+        (user,) = node.users
+        is_norm = user.op == "call_module" and isinstance(
+            self.modules[str(user.target)], operators.BATCH_NORMS
+        )
+        return user if is_norm and operators.rank(user) == operators.rank(node) else None
+
+    def _layer_before(self, norm: fx.Node) -> fx.Node | None:
+        source = cast(fx.Node, norm.args[0])
+        plan = self.plans.get(str(source.target)) if source.op == "call_module" else None
+        return source if plan is not None and plan.quantized and self._norm_of(source) is norm else None
+
+    # Values
+
+    def _plain(self, node: fx.Node) -> fx.Node:
+        return self.env[node]
+
+    def _real(self, node: fx.Node) -> fx.Node:
+        """Return the float value of ``node``; codes are dequantised once."""
+        if node not in self.formats:
+            return self.env[node]
+        if node not in self.real:
+            module = layers.Dequantize(self.formats[node])
+            self.real[node] = self._call(self._unused(f"{node.name}_dequantize"), module, [self.env[node]])
+        return self.real[node]
+
+    def _call(self, name: str, module: nn.Module, inputs: list[fx.Node]) -> fx.Node:
+        assign(self.root, name, module)
+        return self.graph.create_node("call_module", name, tuple(inputs))
+
+    def _codes(
+        self, node: fx.Node, name: str, module: nn.Module, sources: list[fx.Node], out: CodeFormat
+    ) -> None:
+        self.env[node] = self._call(name, module, [self.env[s] for s in sources])
+        self.formats[node] = out
+        self.code_formats[name] = out
+
+    def _unused(self, name: str) -> str:
+        taken, candidate, n = dict(self.root.named_modules()), name, 1
+        while candidate in taken and type(taken[candidate]) is not nn.Module:
+            n += 1
+            candidate = f"{name}__{n}"
+        return candidate
+
+    # Sites
+
+    def _site(self, site: Site, node: fx.Node) -> None:
+        quantizer = cast(Any, self.modules[str(node.target)])
+        out = CodeFormat(float(quantizer.scale), int(quantizer.zero_point))
+        if site.anchor is None:
+            source = cast(fx.Node, node.args[0])
+            self.env[node] = self._call(site.name, layers.Quantize(out), [self._real(source)])
+            self.formats[node] = out
+            self.code_formats[site.name] = out
+            return
+        anchor = self.nodes[site.anchor]
+        sources = operators.input_nodes(anchor)
+        module = self._integer_module(site, anchor, [self.formats[s] for s in sources], out)
+        self._codes(node, site.name, module, sources, out)
+
+    def _integer_module(
+        self, site: Site, anchor: fx.Node, formats: list[CodeFormat], out: CodeFormat
+    ) -> nn.Module:
+        if anchor.op == "call_module":
+            return self._integer_layer(site, str(anchor.target), formats[0], out)
+        op = operators.integer_function(anchor)
+        if op in ("add", "mul"):
+            return layers.IntegerBinary(op, formats[0], formats[1], out)
+        if op == "cat":
+            dim = int(cast(int, anchor.args[1])) if len(anchor.args) > 1 else 0
+            return layers.IntegerCat(formats, dim, out)
+        if op == "global_average_pool":
+            return layers.IntegerGlobalAveragePool(formats[0], out, operators.keeps_dims(anchor))
+        raise JobError(f"{site.name}: no integer layer for {anchor.target}")
+
+    # Weights
+
+    def _integer_layer(self, site: Site, name: str, source: CodeFormat, out: CodeFormat) -> nn.Module:
+        layer = cast(Any, self.modules[name])
+        norm = self.modules[str(self.nodes[site.batch_norm].target)] if site.batch_norm else None
+        norm_name = str(self.nodes[site.batch_norm].target) if site.batch_norm else None
+        factor, bias = _fold_norm(layer, norm)
+        weight, integer_bias = self._quantized(name, layer, factor, bias, source.scale, norm_name)
+        self.weights[site.name] = weight
+        if isinstance(layer, nn.Linear):
+            return layers.IntegerLinear(weight, integer_bias, source, out)
+        return layers.IntegerConv(
+            weight, integer_bias, source, out, layer.stride, _pads(layer), layer.dilation, layer.groups
+        )
+
+    def _quantized(
+        self,
+        name: str,
+        layer: Any,
+        factor: NDArray[np.float64],
+        bias: NDArray[np.float64],
+        in_scale: float,
+        norm_name: str | None,
+    ) -> tuple[LoweredWeight, NDArray[np.int32]]:
+        """Return integer weight and bias of a layer; ``factor`` and ``bias`` [C] come from the batch norm.
+
+        Raises:
+            JobError: a sum of products could overflow 32 bits.
+        """
+        config = self.prepared.config
+        q, grid = quantize_weight(_master_weight(layer).numpy(), config.wbits, config.granularity)
+        sqnr = sqnr_db(_master_weight(layer).numpy(), dequantize(q, grid))
+        scale = (np.broadcast_to(grid.scale, factor.shape).astype(np.float64) * factor).astype(np.float32)
+        unit = (np.float32(in_scale) * scale).astype(np.float64)  # value of one unit of the accumulator
+        reach = 255 * np.abs(integer_weight(q, grid).astype(np.int64)).reshape(len(q), -1).sum(1)
+        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+            integer_bias = np.where(bias == 0, 0.0, bias / unit)
+        constant = np.flatnonzero((unit == 0) | ~(np.abs(integer_bias) + reach < _INT32_MAX))
+        if constant.size:
+            # The channel's weights vanish beside its bias (γ = 0 or tiny): it is a constant.
+            q, grid = zero_channels(q, grid, constant)
+            value = bias[constant]
+            scale[constant] = np.where(
+                value == 0, 1.0, np.abs(value) / (np.float32(in_scale) * _CONSTANT_BIAS)
+            )
+            unit = (np.float32(in_scale) * scale).astype(np.float64)
+            integer_bias[constant] = value / unit[constant]
+        if reach.max(initial=0) >= _INT32_MAX:
+            raise JobError(f"{name}: a sum of its products could overflow 32 bits")
+        stored = (integer_weight(q, grid) + grid.zero_point).astype(np.int8)
+        op = type(layer).__name__.removeprefix("Parametrized")
+        lowered = LoweredWeight(
+            name, op, q, grid, scale, stored, sqnr, norm_name, tuple(int(c) for c in constant)
+        )
+        return lowered, np.rint(integer_bias).astype(np.int32)
+
+    def _float_layer(
+        self, name: str, layer: Any, norm: nn.Module | None, norm_name: str | None = None
+    ) -> nn.Module:
+        """Return a layer of integer weights and float arithmetic; the norm folds into scale and bias."""
+        config = self.prepared.config
+        transposed = isinstance(layer, operators.WEIGHT_ONLY_LAYERS)
+        granularity = "tensor" if transposed else config.granularity
+        q, grid = quantize_weight(_master_weight(layer).numpy(), config.wbits, granularity)
+        channels = 1 if transposed else len(q)
+        factor, bias = _fold_norm(layer, norm)
+        scale = np.broadcast_to(grid.scale, (channels,)).astype(np.float64) * (1.0 if transposed else factor)
+        stored = (integer_weight(q, grid) + grid.zero_point).astype(np.int8)
+        op = type(layer).__name__.removeprefix("Parametrized")
+        sqnr = sqnr_db(_master_weight(layer).numpy(), dequantize(q, grid))
+        weight = LoweredWeight(name, op, q, grid, scale.astype(np.float32), stored, sqnr, norm_name)
+        self.weights[self._unused(name)] = weight
+        has_bias = norm is not None or layer.bias is not None
+        return layers.FloatWeighted(
+            _shell(layer, has_bias), weight, torch.from_numpy(bias).float() if has_bias else None, 0
+        )
+
+
+def float_state_dict(model: nn.Module, prepared: Prepared) -> dict[str, Tensor]:
+    """Return the state dict of ``model`` with the float weights and statistics of the fine-tuned graph.
+
+    Weights that the capture folded (weight norm, masks) keep their original value.
+    """
+    state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    for name, module in prepared.module.named_modules():
+        tensors = {
+            **dict(module.named_parameters(recurse=False)),
+            **dict(module.named_buffers(recurse=False)),
+        }
+        if parametrize.is_parametrized(module, "weight"):
+            tensors["weight"] = _master_weight(module)
+        for leaf, tensor in tensors.items():
+            key = f"{name}.{leaf}" if name else leaf
+            if key in state and state[key].shape == tensor.shape:
+                state[key] = tensor.detach().clone()
+    return state
+
+
+def _master_weight(layer: Any) -> torch.Tensor:
+    """Return the float weight behind the layer's quantiser."""
+    if parametrize.is_parametrized(layer, "weight"):
+        return cast(torch.Tensor, layer.parametrizations.weight.original.detach())
+    return cast(torch.Tensor, layer.weight.detach())
+
+
+def _fold_norm(layer: Any, norm: Any) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the factor and bias [C] such that norm(layer(x)) = factor·(weight·x) + bias."""
+    transposed = isinstance(layer, operators.WEIGHT_ONLY_LAYERS)
+    channels = _master_weight(layer).shape[1] * layer.groups if transposed else _master_weight(layer).shape[0]
+    bias = np.zeros(channels) if layer.bias is None else layer.bias.detach().double().numpy()
+    if norm is None:
+        return np.ones(channels), bias
+    factor = 1 / np.sqrt(norm.running_var.double().numpy() + norm.eps)
+    if norm.weight is not None:
+        factor = factor * norm.weight.detach().double().numpy()
+    shift = 0.0 if norm.bias is None else norm.bias.detach().double().numpy()
+    return factor, (bias - norm.running_mean.double().numpy()) * factor + shift
+
+
+def _pads(layer: Any) -> list[int]:
+    """Return the zero padding in ONNX order: begins of all dimensions, then ends."""
+    if layer.padding == "valid":
+        return [0] * (2 * len(layer.kernel_size))
+    if layer.padding == "same":
+        total = [d * (k - 1) for k, d in zip(layer.kernel_size, layer.dilation, strict=True)]
+        return [t // 2 for t in total] + [t - t // 2 for t in total]
+    return [*layer.padding, *layer.padding]
+
+
+def _shell(layer: Any, bias: bool) -> nn.Module:
+    """Return a copy of ``layer`` without tensors of its own; it is called with explicit weight and bias."""
+    if isinstance(layer, nn.Linear):
+        return nn.Linear(layer.in_features, layer.out_features, bias, device="meta")
+    kind = cast(Any, next(k for k in operators.WEIGHTED_LAYERS if isinstance(layer, k)))
+    extra = (
+        {"output_padding": layer.output_padding} if isinstance(layer, operators.WEIGHT_ONLY_LAYERS) else {}
+    )
+    return cast(nn.Module, kind(
+        layer.in_channels, layer.out_channels, layer.kernel_size, stride=layer.stride, padding=layer.padding,
+        dilation=layer.dilation, groups=layer.groups, bias=bias, device="meta", **extra,
+    ))  # fmt: skip

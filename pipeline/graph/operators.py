@@ -1,0 +1,99 @@
+"""What each operator of a captured graph means to the quantiser; a miss is a float operator."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+aten = torch.ops.aten
+
+#: Layers whose weights are quantised and that integer kernels run.
+INTEGER_LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
+#: Layers whose weights are quantised but that no runtime runs on integers.
+WEIGHT_ONLY_LAYERS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+#: Layers whose weights are quantised.
+WEIGHTED_LAYERS = INTEGER_LAYERS + WEIGHT_ONLY_LAYERS
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+DROPOUTS = (nn.Dropout, nn.Dropout2d)
+
+#: Operators that only move or select elements: they work on codes unchanged.
+MOVING = frozenset({
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints,
+    aten.unflatten.int, aten.permute.default, aten.transpose.int, aten.t.default, aten.squeeze.default,
+    aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default, aten.slice.Tensor, aten.select.int,
+    aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int, aten.clone.default,
+    aten.contiguous.default, aten.alias.default, aten.expand.default, aten.pixel_shuffle.default,
+    aten.upsample_nearest2d.vec, aten.max_pool1d.default, aten.max_pool2d.default, operator.getitem,
+})  # fmt: skip
+
+_CLAMPS = {aten.relu.default: (0.0, math.inf), aten.relu6.default: (0.0, 6.0)}
+
+
+def clamp_range(node: fx.Node) -> tuple[float, float] | None:
+    """Return (low, high) when ``node`` clamps to a range that contains 0, else None."""
+    if node.op != "call_function":
+        return None
+    if node.target in _CLAMPS:
+        return _CLAMPS[node.target]
+    if node.target not in (aten.clamp.default, aten.clamp_min.default, aten.hardtanh.default):
+        return None
+    given = list(node.args[1:3])
+    if any(isinstance(v, fx.Node) for v in given):
+        return None
+    defaults: list[Any] = [-1.0, 1.0] if node.target is aten.hardtanh.default else [None, None]
+    low, high = given + defaults[len(given) :]
+    low, high = -math.inf if low is None else float(low), math.inf if high is None else float(high)
+    return (low, high) if low <= 0 <= high else None
+
+
+def integer_function(node: fx.Node) -> str | None:
+    """Return the integer operator that computes ``node`` (add, mul, cat, global_average_pool), or None."""
+    if node.op != "call_function":
+        return None
+    if node.target in (aten.add.Tensor, aten.mul.Tensor):
+        both = all(isinstance(a, fx.Node) and a.op != "get_attr" and is_float(a) for a in node.args[:2])
+        plain = not node.kwargs and len(node.args) == 2
+        return ("add" if node.target is aten.add.Tensor else "mul") if both and plain else None
+    if node.target is aten.cat.default:
+        return "cat"
+    if _is_global_average(node):
+        return "global_average_pool"
+    return None
+
+
+def _is_global_average(node: Any) -> bool:
+    if node.target in (aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default):
+        return all(size == 1 for size in node.args[1])
+    if node.target is not aten.mean.dim:
+        return False
+    ndim = rank(node.args[0])
+    dims = sorted(d % ndim for d in node.args[1])
+    return ndim >= 3 and dims == list(range(2, ndim))
+
+
+def keeps_dims(node: fx.Node) -> bool:
+    """Return whether a global average keeps its reduced dimensions."""
+    return node.target is not aten.mean.dim or bool(len(node.args) > 2 and node.args[2])
+
+
+def is_float(node: Any) -> bool:
+    """Return whether the value of ``node`` is a floating-point tensor."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def rank(node: Any) -> int:
+    """Return the number of dimensions of the value of ``node``."""
+    return int(node.meta["val"].ndim)
+
+
+def input_nodes(node: fx.Node) -> list[fx.Node]:
+    """Return the tensor operands of a layer or an integer function, in order."""
+    if node.target is aten.cat.default:
+        return list(node.args[0])  # type: ignore[arg-type]
+    count = 2 if node.target in (aten.add.Tensor, aten.mul.Tensor) else 1
+    return list(node.args[:count])  # type: ignore[arg-type]

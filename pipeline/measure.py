@@ -1,0 +1,142 @@
+"""Measurements of a compressed network and its files, as fields of report.json."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ul2q.exporters.onnx import ExportedModel
+from ul2q.pipeline.graph.layers import LoweredWeight
+from ul2q.pipeline.graph.lower import Lowered
+from ul2q.pipeline.graph.prepare import LayerPlan, Prepared
+from ul2q.runtimes import onnxruntime as runtime
+
+_BENCH_RUNS = 100
+
+
+@dataclass(frozen=True)
+class Files:
+    """The quantised and the float ONNX file."""
+
+    quantized: Path
+    float: Path
+
+
+class OnnxModule(nn.Module):
+    """An ONNX file as a module: the first output of the first input."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.live = runtime.session(path)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the first output [N, …] for ``x`` [N, …]."""
+        return torch.from_numpy(next(iter(runtime.run(self.live, x.numpy()).values())))
+
+
+def layers_report(prepared: Prepared, lowered: Lowered, exported: ExportedModel) -> dict[str, Any]:
+    """Return the fields ``layers`` and ``activations``."""
+    weights = {weight.layer: weight for weight in reversed(lowered.weights.values())}
+    rows = []
+    for plan in prepared.layers:
+        weight = weights.get(plan.name)
+        row = _planned(plan, prepared)
+        if weight is not None:
+            row |= {
+                "alpha": _plain(weight.grid.alpha),
+                "beta": _plain(weight.grid.beta),
+                "sqnr_db": weight.sqnr_db,
+                "bytes_quantized": exported.layer_bytes[plan.name],
+            }
+        rows.append(row)
+    return {"layers": rows, "activations": _activations(prepared)}
+
+
+def planned_layers(prepared: Prepared) -> list[dict[str, Any]]:
+    """Return the rows of ``layers`` before anything was measured."""
+    return [_planned(plan, prepared) for plan in prepared.layers]
+
+
+def _planned(plan: LayerPlan, prepared: Prepared) -> dict[str, Any]:
+    config = prepared.config
+    return {
+        "name": plan.name,
+        "op": plan.op,
+        "parameters": plan.parameters,
+        "outputs": plan.outputs,
+        "wbits": config.wbits if plan.quantized else None,
+        "abits": config.abits if plan.quantized and plan.reason is None else 32,
+        "granularity": config.granularity if plan.quantized else None,
+        "bytes_float": 4 * plan.parameters,
+        "bytes_quantized": None if plan.quantized else 4 * plan.parameters,
+        "quantized": plan.quantized,
+        "reason": plan.reason,
+    }
+
+
+def _plain(value: Any) -> float | list[float]:
+    array = np.asarray(value, np.float64)
+    return [float(v) for v in array] if array.ndim else float(array)
+
+
+def _activations(prepared: Prepared) -> list[dict[str, Any]]:
+    rows = []
+    for site, quantizer in prepared.quantizers():
+        fit = quantizer.params
+        if fit is not None:
+            rows.append(
+                {
+                    "name": site.name,
+                    "scale": fit.scale,
+                    "zero_point": fit.zero_point,
+                    "fit": fit.fit,
+                    "error": fit.error,
+                    "errors": dict(fit.errors),
+                }
+            )
+    return rows
+
+
+def constant_channels(weights: dict[str, LoweredWeight]) -> list[str]:
+    """Return a note for every layer with channels that batch norm turned into constants."""
+    return [
+        f"{weight.layer}: {len(weight.constant_channels)} of {len(weight.codes)} output channels are "
+        "constant: their scale is 0 or vanishes beside the bias"
+        for weight in weights.values()
+        if weight.constant_channels
+    ]
+
+
+def sizes(files: Files) -> dict[str, Any]:
+    """Return the sizes of the files in bytes."""
+    return {
+        "float_onnx_bytes": files.float.stat().st_size,
+        "onnx_bytes": files.quantized.stat().st_size,
+    }
+
+
+def memory(files: Files) -> dict[str, Any]:
+    """Return the measured peak resident memory of a process that loads and runs each file."""
+    return {
+        "measured_peak_rss_bytes": {
+            "float": runtime.peak_rss(files.float),
+            "quantized": runtime.peak_rss(files.quantized),
+        }
+    }
+
+
+def latency(files: Files, threads: int = 1) -> dict[str, Any]:
+    """Return the time of both files, measured in turns in one process."""
+    result = runtime.bench(files.quantized, files.float, threads=threads, runs=_BENCH_RUNS)
+    return {
+        "float": result["against_median_ms"],
+        "quantized": result["median_ms"],
+        "ratio": result["ratio"],
+        "threads": threads,
+        "operators": result["operators"],
+    }

@@ -1,0 +1,186 @@
+"""Compare a written file with the lowered torch network on real inputs, code for code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ul2q.pipeline.errors import JobError
+from ul2q.pipeline.graph.lower import Lowered
+from ul2q.runtimes import onnxruntime as runtime
+
+# Bytes of intermediate codes that are held at a time.
+_BYTES_AT_A_TIME = 2**27
+# Largest relative difference of the outputs with float activations.
+_FLOAT_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Parity:
+    """How a file agrees with the lowered torch network.
+
+    Attributes:
+        samples: inputs compared.
+        sites: activation sites compared code for code.
+        differing_codes: codes that differ, over all sites.
+        max_abs: largest difference of the outputs.
+        max_steps: the same in steps of the output's own scale; None with float outputs.
+        argmax_agreement: fraction of equal decisions; None where the output is not [N, classes].
+        first_layer: first site with a differing code, or None.
+        first_steps: largest difference there, in steps.
+        relative: largest output difference relative to the largest output.
+    """
+
+    samples: int
+    sites: int
+    differing_codes: int
+    max_abs: float
+    max_steps: float | None
+    argmax_agreement: float | None
+    first_layer: str | None
+    first_steps: int
+    relative: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields of report.json."""
+        return {
+            "max_abs": self.max_abs,
+            "max_steps": self.max_steps,
+            "argmax_agreement": self.argmax_agreement,
+            "first_layer": self.first_layer,
+        }
+
+
+def verify(
+    path: Path, lowered: Lowered, code_tensors: Mapping[str, str], inputs: Sequence[Tensor]
+) -> tuple[Parity, NDArray[Any]]:
+    """Run the file and the lowered network on the same inputs.
+
+    Args:
+        path: the ONNX file.
+        lowered: the network it was written from.
+        code_tensors: tensor in the file for each activation site.
+        inputs: one tensor [N, …] per input of the network.
+
+    Returns:
+        The agreement, and the first output of the file [N, …].
+
+    Raises:
+        JobError: the file does not reproduce the network.
+    """
+    comparison = _Comparison(code_tensors)
+    step = _samples_at_a_time(lowered, inputs)
+    names = [spec.name for spec in runtime.session(path).get_inputs()]
+    outputs = [spec.name for spec in runtime.session(path).get_outputs()]
+    first_output = []
+    for start in range(0, len(inputs[0]), step):
+        chunk = [x[start : start + step] for x in inputs]
+        ours, codes = run_with_codes(lowered, chunk)
+        feeds = {name: x.numpy() for name, x in zip(names, chunk, strict=True)}
+        values = runtime.outputs(path, [*code_tensors.values(), *outputs], feeds, batch=step)
+        comparison.add_codes(codes, values)
+        comparison.add_outputs(ours, [values[name] for name in outputs], lowered.output_scales)
+        first_output.append(values[outputs[0]])
+    parity = comparison.parity(len(inputs[0]))
+    _judge(path, parity, lowered)
+    return parity, np.concatenate(first_output)
+
+
+def run_with_codes(lowered: Lowered, inputs: Sequence[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Run the lowered network.
+
+    Returns:
+        Its outputs, and the uint8 codes of every activation site.
+    """
+    codes: dict[str, Tensor] = {}
+    handles = []
+    for name in lowered.code_formats:
+
+        def keep(_module: Any, _args: Any, output: Tensor, name: str = name) -> None:
+            codes[name] = output
+
+        handles.append(lowered.module.get_submodule(name).register_forward_hook(keep))
+    try:
+        with torch.no_grad():
+            outputs = pytree.tree_leaves(lowered.module(*inputs))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return outputs, codes
+
+
+def _samples_at_a_time(lowered: Lowered, inputs: Sequence[Tensor]) -> int:
+    _, codes = run_with_codes(lowered, [x[:1] for x in inputs])
+    per_sample = sum(c.numel() for c in codes.values()) + sum(x[:1].numel() * 4 for x in inputs)
+    return int(max(1, min(len(inputs[0]), _BYTES_AT_A_TIME // max(per_sample, 1))))
+
+
+class _Comparison:
+    def __init__(self, code_tensors: Mapping[str, str]) -> None:
+        self.code_tensors = code_tensors
+        self.differing = dict.fromkeys(code_tensors, 0)
+        self.steps = dict.fromkeys(code_tensors, 0)
+        self.max_abs = 0.0
+        self.largest = 0.0
+        self.max_steps: float | None = 0.0
+        self.same: list[NDArray[np.bool_]] = []
+
+    def add_codes(self, codes: Mapping[str, Tensor], values: Mapping[str, NDArray[Any]]) -> None:
+        for site, tensor in self.code_tensors.items():
+            difference = np.abs(codes[site].numpy().astype(np.int16) - values[tensor].astype(np.int16))
+            self.differing[site] += int(np.count_nonzero(difference))
+            self.steps[site] = max(self.steps[site], int(difference.max(initial=0)))
+
+    def add_outputs(
+        self, ours: Sequence[Tensor], theirs: Sequence[NDArray[Any]], scales: Sequence[float | None]
+    ) -> None:
+        for a, b, scale in zip(ours, theirs, scales, strict=True):
+            difference = float(np.abs(a.numpy() - b).max(initial=0))
+            self.max_abs = max(self.max_abs, difference)
+            self.largest = max(self.largest, float(a.abs().max()))
+            if scale is None or self.max_steps is None:
+                self.max_steps = None
+            else:
+                self.max_steps = max(self.max_steps, difference / scale)
+        if ours[0].ndim == 2:
+            self.same.append(ours[0].argmax(1).numpy() == theirs[0].argmax(1))
+
+    def parity(self, samples: int) -> Parity:
+        first = next((site for site, count in self.differing.items() if count), None)
+        agreement = float(np.concatenate(self.same).mean()) if self.same else None
+        return Parity(
+            samples=samples,
+            sites=len(self.code_tensors),
+            differing_codes=sum(self.differing.values()),
+            max_abs=self.max_abs,
+            max_steps=self.max_steps,
+            argmax_agreement=agreement,
+            first_layer=first,
+            first_steps=0 if first is None else self.steps[first],
+            relative=self.max_abs / self.largest if self.largest else self.max_abs,
+        )
+
+
+def _judge(path: Path, parity: Parity, lowered: Lowered) -> None:
+    if not lowered.code_formats:
+        if parity.relative > _FLOAT_TOLERANCE:
+            raise JobError(
+                f"{path.name} does not reproduce the network: its outputs differ by {parity.relative:.1e} "
+                f"(relative, at most {_FLOAT_TOLERANCE:.0e} allowed) in this ONNX Runtime"
+            )
+        return
+    # Float operators may round differently, but only by one step where the two first part.
+    allowed = 1 if lowered.float_operators else 0
+    if parity.first_steps > allowed:
+        raise JobError(
+            f"{path.name} does not reproduce the network: {parity.differing_codes} codes differ in this ONNX "
+            f"Runtime, first at {parity.first_layer} by {parity.first_steps} steps ({allowed} allowed)"
+        )
