@@ -5,10 +5,10 @@ A uint8 code p with scale s (float32) and zero point z stands for s·(p − z). 
 Found by comparison with ONNX Runtime 1.32 on x86-64 (AVX2, FMA, VNNI) over all codes or code pairs, random
 scales and zero points, both in the DequantizeLinear → operator → QuantizeLinear form that it fuses and as its
 own operators. The tests repeat it: no code differs for any function here. Other orders of the same operations
-do differ. In 13 million pairs: QLinearAdd with separate products and sums 24, with a fixed part without FMA 18,
-with neither 33; QLinearMul with FMA 1, with s_a·(s_b/s_out) 13. Average pooling is not QuantizeLinear of the
-average, which rounds before it adds the zero point: 2 % differ. Machines without FMA, and the runtime's own
-path for ARM, are not covered.
+do differ. In 13 million pairs: QLinearAdd with separate products and sums 24, without FMA in its fixed part
+18, with neither 33; QLinearMul with FMA 1, with s_a·(s_b/s_out) 13. Average pooling is not QuantizeLinear of
+the average, which rounds before it adds the zero point: 2 % differ. Machines without FMA, and the runtime's
+own path for ARM, are not covered.
 
 Tables are uint8 [256], or [256, 256] indexed by the codes of the first and the second operand.
 """

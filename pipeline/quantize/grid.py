@@ -58,7 +58,8 @@ class Grid:
         scale: float32 as ``alpha``, positive: α/multiplier, or a power of two part of |β| where α = 0.
         multiplier: 2m in the fine form, else 1.
         offset: int32 as ``alpha``.
-        zero_point: int8 zero point of the stored weights, 0 but for the zero-point form.
+        zero_point: int8 zero point of the stored weights, 0 but for the zero-point form. There stored = q,
+            except in constant and zeroed channels; always, stored = multiplier·q + (offset + zero_point).
     """
 
     k: int

@@ -315,6 +315,21 @@ def test_any_weight_in_torch_and_numpy(w: np.ndarray, k: int, granularity: str) 
     assert stored.max() <= 127
 
 
+@pytest.mark.parametrize("granularity", BOTH)
+@pytest.mark.parametrize("k", [1, 3, 6, 8])
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras' torch backend
+def test_keras_tensors(k: int, granularity: str) -> None:
+    keras = pytest.importorskip("keras")
+    w = normal(0.2, (5, 7, 3))
+    q, grid = quantize_weight(w, k, granularity, 2)
+    tensor = keras.ops.convert_to_tensor(w)
+    q_k, grid_k = quantize_weight(tensor, k, granularity, 2, xp=keras.ops)
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(q_k), q)
+    np.testing.assert_array_equal(grid_k.scale, grid.scale)
+    back = keras.ops.convert_to_numpy(dequantize(q_k, grid_k, 2, xp=keras.ops))
+    np.testing.assert_array_equal(back, dequantize(q, grid, 2))
+
+
 @pytest.mark.parametrize("dtype", [np.float16, np.float64])
 def test_other_types_are_taken_as_float32(dtype: type) -> None:
     w = normal(0.2).astype(dtype)
