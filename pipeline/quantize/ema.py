@@ -102,12 +102,14 @@ def snap(low: Floats, high: Floats, clip: Clip = None) -> tuple[NDArray[np.float
     Args:
         low: lower ends [K].
         high: upper ends [K].
-        clip: bounds, around 0, that no level may pass; s shrinks where it has to.
+        clip: bounds, around 0, that no level may pass; s shrinks where it has to. Bounds without room for any
+            levels are ignored.
 
     Returns:
         Scales float32 [K] and zero points int64 [K].
     """
-    floor, ceiling = (float(np.float32(v)) for v in clip or (-np.inf, np.inf))
+    room = clip is not None and clip[1] - clip[0] > 255 * ul2q.SMALLEST_STEP
+    floor, ceiling = (float(np.float32(v)) for v in (clip if clip and room else (-np.inf, np.inf)))
     lo, hi = np.clip(low, min(floor, 0.0), 0.0), np.clip(high, 0.0, max(ceiling, 0.0))
     empty = hi - lo < 255 * ul2q.SMALLEST_STEP
     lo = np.where(empty, max(floor, -1.0) if ceiling <= 0 else 0.0, lo)

@@ -104,6 +104,12 @@ def test_relu6_uses_the_whole_clip() -> None:
     assert 6 * (1 - 1e-6) <= np.float32(params.scale) * np.float32(255) <= 6
 
 
+def test_a_clip_to_one_point_is_ignored() -> None:
+    scales, zero_points = ema.snap(np.array([0.0, -1.0]), np.array([0.0, 1.55]), (0.0, 0.0))
+    assert scales.tolist() == [np.float32(1 / 255), np.float32(2.55 / 255)]
+    assert zero_points.tolist() == [0, 100]
+
+
 @pytest.mark.parametrize("t", [-8.0, -2.0, -0.5, 0.0, 1.0, 4.0, 20.0])
 def test_rectified_moments_are_inverted(t: float) -> None:
     sigma = 0.7
