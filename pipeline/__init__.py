@@ -1,1 +1,1 @@
-"""From a trained network to a quantised one: data, training, quantisation, graph, report and the command line."""
+"""From a trained network to a quantised one: data, training, quantisation, graph, report, command line."""

@@ -12,6 +12,7 @@ GRANULARITIES = ("tensor", "channel")
 ACT_FITS = ("auto", "normal", "rectified", "minmax")
 OPTIMIZERS = ("kfac", "sgd", "adam")
 STORAGES = ("table", "int2")
+OPSETS = tuple(range(18, 26))
 
 
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
@@ -35,6 +36,9 @@ class _Config:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Make a configuration from ``values``.
+
+        Returns:
+            The configuration.
 
         Raises:
             UsageError: a key is unknown or a value is out of range.
@@ -80,13 +84,18 @@ class QuantConfig(_Config):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check every field."""
+        """Check every field.
+
+        Raises:
+            UsageError: a value is out of range.
+        """
         if not (isinstance(self.wbits, int) and 1 <= self.wbits <= 8):
             raise UsageError(f"wbits is {self.wbits}: weights take 1 to 8 bits")
         _one_of("abits", self.abits, (8, 32))
         _one_of("granularity", self.granularity, GRANULARITIES)
         _one_of("act_fit", self.act_fit, ACT_FITS)
         _one_of("optimizer", self.optimizer, OPTIMIZERS)
+        _one_of("opset", self.opset, OPSETS)
         _one_of("storage", self.storage, STORAGES)
         _positive("epochs", self.epochs, zero=True)
         _positive("lr", self.lr)
