@@ -25,7 +25,7 @@ lint: $(READY) ## Check style, docstrings, types and the order of imports betwee
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-cache --no-logo
 
 format: $(READY) ## Rewrite the code in the project's format
 	$(BIN)/ruff check --fix
@@ -38,4 +38,4 @@ docs: $(READY) ## Write the API reference to build/docs
 	$(BIN)/pdoc --docformat google --math --output-directory build/docs ul2q
 
 clean: ## Remove the virtual environment and everything built
-	rm -rf $(VENV) build dist demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage
+	rm -rf $(VENV) build dist demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
