@@ -35,7 +35,7 @@ bench: $(READY) ## Run every script in benchmarks/; each prints what it measured
 	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 docs: $(READY) ## Write the API reference to build/docs
-	$(BIN)/pdoc --docformat google --math --output-directory build/docs ul2q
+	$(BIN)/pdoc --docformat google --math --output-directory build/docs ul2q.pipeline ul2q.exporters ul2q.runtimes ul2q.models
 
 clean: ## Remove the virtual environment and everything built
 	rm -rf $(VENV) build dist demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
