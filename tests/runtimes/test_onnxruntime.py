@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -204,3 +205,13 @@ def test_torch_is_not_imported() -> None:
     code = "import sys, ul2q.runtimes.onnxruntime; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_the_runtime_writes_nothing_to_the_users_cache(tmp_path: Path, conv_path: Path) -> None:
+    code = "import sys; from ul2q.runtimes import onnxruntime as r; r.session(sys.argv[1])"
+    home = {"HOME": str(tmp_path / "home"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    environment = {key: value for key, value in os.environ.items() if key != "ORT_DISABLE_TELEMETRY"} | home
+    command = [sys.executable, "-c", code, str(conv_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert [path.name for path in tmp_path.iterdir()] == [conv_path.name]
