@@ -244,7 +244,7 @@ def run(
     ] = None,
     low_memory: Annotated[
         bool,
-        typer.Option("--low-memory", help="Keep one copy of the weights: less memory, several times slower."),
+        typer.Option("--low-memory", help="Run one sample at a time and keep no memory in between; slower."),
     ] = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -362,7 +362,6 @@ def demo(
     """Train LeNet-5 on 3,500 real handwritten digits, then compress it to 2-bit weights."""
     progress = _start(quiet, debug)
     from ul2q.pipeline.compress import compress_file
-
     from ul2q.pipeline.config import QuantConfig, TrainConfig
     from ul2q.pipeline.train import train as run_training
 

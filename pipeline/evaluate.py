@@ -120,7 +120,7 @@ def run_file(model: Path, inputs: Path, *, low_memory: bool = False) -> Array:
         model: the ONNX file.
         inputs: a .npy file, an image, or a folder of images (taken in the order of their names). Images and
             byte arrays are preprocessed as the model records; other arrays are the model's input itself.
-        low_memory: see ``runtime.session``.
+        low_memory: run one sample at a time; also see ``runtime.session``.
 
     Returns:
         The model's first output [N, ...].
@@ -130,7 +130,7 @@ def run_file(model: Path, inputs: Path, *, low_memory: bool = False) -> Array:
     """
     live = runtime.session(model, low_memory=low_memory)
     x = _read_inputs(inputs, model, _fixed(live.get_inputs()[0].shape[1:]))
-    return next(iter(runtime.run(live, x, _BATCH).values()))
+    return next(iter(runtime.run(live, x, 1 if low_memory else _BATCH).values()))
 
 
 def _read_inputs(inputs: Path, model: Path, shape: tuple[int, ...] | None) -> Array:

@@ -114,7 +114,7 @@ def session(
     Args:
         model: a path, serialised bytes, or a model in memory.
         threads: threads within an operator; None lets the runtime use all cores.
-        low_memory: keep no second copy of the weights in the kernels' own order; several times slower.
+        low_memory: hand the memory of activations back after every operator.
         spinning: idle threads spin for a while before they sleep, which is faster for one session alone.
         optimized_path: where to write the graph that the runtime made of the model.
 
@@ -134,7 +134,7 @@ def session(
     if not spinning:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if low_memory:
-        options.add_session_config_entry("session.disable_prepacking", "1")
+        options.enable_cpu_mem_arena = False
     if optimized_path is not None:
         options.optimized_model_filepath = str(optimized_path)
     if isinstance(model, onnx.ModelProto):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 
 
@@ -26,6 +29,42 @@ def test_run_takes_floats_as_they_are_and_bytes_as_recorded(
     assert found == {"samples": 6, "shape": [6, 10], "argmax": want.argmax(1).tolist()}
     first = cli("run", onnx_file, "--input", tmp_path / "raw.npy").out.splitlines()[0]
     assert first == f"0: class {want[0].argmax()}, score {want[0].max():.4g}"
+
+
+def test_low_memory_runs_one_sample_at_a_time(tmp_path: Path) -> None:
+    # Each sample of 64 numbers becomes 4 MB on its way to the output: 200 of them at a time are 800 MB.
+    wide = numpy_helper.from_array(np.ones((1, 1_000_000), np.float32), "wide")
+    nodes = [
+        helper.make_node("ReduceSum", ["input", "axes"], ["total"]),
+        helper.make_node("MatMul", ["total", "wide"], ["inner"]),
+        helper.make_node("ReduceMax", ["inner", "axes"], ["logits"]),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "wide",
+        [helper.make_tensor_value_info("input", TensorProto.FLOAT, ["N", 64])],
+        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["N", 1])],
+        [wide, numpy_helper.from_array(np.array([1]), "axes")],
+    )
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10),
+        tmp_path / "wide.onnx",
+    )
+    np.save(tmp_path / "x.npy", np.arange(200 * 64, dtype=np.float32).reshape(200, 64))
+    peaks, answers = [], []
+    for low in ([], ["--low-memory"]):
+        arguments = ["run", "wide.onnx", "--input", "x.npy", "-o", "out.npy", *low]
+        code = f"""
+from ul2q.pipeline.cli import execute
+from ul2q.runtimes.onnxruntime import own_peak_rss
+assert execute({arguments!r}) == 0
+print(own_peak_rss())"""
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+        peaks.append(int(done.stdout.splitlines()[-1]))
+        answers.append(np.load(tmp_path / "out.npy"))
+    np.testing.assert_array_equal(*answers)
+    assert peaks[0] - peaks[1] > 0.9 * 199 * 4_000_000
 
 
 def test_run_takes_an_image_or_a_folder_of_images(cli: Any, onnx_file: Path, tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 
-def quantised_conv(inputs: int = 1, channels: int = 2) -> onnx.ModelProto:
-    """Return Q/DQ around a 3x3 convolution [N, inputs, 6, 6] -> [N, channels, 4, 4] with int8 weights."""
-    weight = np.random.default_rng(1).integers(-64, 65, (channels, inputs, 3, 3)).astype(np.int8)
+def quantised_conv() -> onnx.ModelProto:
+    """Return Q/DQ around a 3x3 convolution [N, 1, 6, 6] -> [N, 2, 4, 4] with int8 weights."""
+    weight = np.random.default_rng(1).integers(-64, 65, (2, 1, 3, 3)).astype(np.int8)
     constants = {
         "xs": np.float32(0.02),
         "xz": np.uint8(128),
@@ -34,8 +34,8 @@ def quantised_conv(inputs: int = 1, channels: int = 2) -> onnx.ModelProto:
     graph = helper.make_graph(
         nodes,
         "conv",
-        [helper.make_tensor_value_info("input", TensorProto.FLOAT, ["N", inputs, 6, 6])],
-        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["N", channels, 4, 4])],
+        [helper.make_tensor_value_info("input", TensorProto.FLOAT, ["N", 1, 6, 6])],
+        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["N", 2, 4, 4])],
         [numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
@@ -71,8 +71,3 @@ def conv_path(tmp_path: Path) -> Path:
 @pytest.fixture
 def make_matmul() -> Callable[..., onnx.ModelProto]:
     return matmul
-
-
-@pytest.fixture
-def make_conv() -> Callable[..., onnx.ModelProto]:
-    return quantised_conv
