@@ -38,17 +38,17 @@ class Unpacker:
         self.storage = storage
         self.first = graph[0]
 
-    def replace(self, name: str, weight: LoweredWeight) -> str:
+    def replace(self, name: str, weight: LoweredWeight) -> tuple[str, ir.Value]:
         """Replace the int8 initialiser ``name`` by packed codes.
 
         Returns:
-            The form that was chosen.
+            The form that was chosen, and the int8 value that took the place of the initialiser.
         """
         old = self.graph.initializers[name]
         stem = name.removesuffix(".weight")
         form = self._form(weight)
         if form == "plain":
-            return form
+            return form, old
         shape = weight.codes.shape
         if form == "int2":
             stored = self._typed(stem, weight)
@@ -62,7 +62,7 @@ class Unpacker:
         stored.shape = ir.Shape(shape)
         stored.dtype = ir.DataType.INT8
         del self.graph.initializers[name]
-        return form
+        return form, stored
 
     def _form(self, weight: LoweredWeight) -> str:
         k, size = weight.grid.k, weight.codes.size

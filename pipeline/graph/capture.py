@@ -166,8 +166,8 @@ def _compare(model: nn.Module, captured: nn.Module, example: list[Tensor]) -> No
             bound = 1e-5 * float(b.abs().max()) if b.is_floating_point() and b.numel() else 0.0
             if a.shape != b.shape or (a.numel() and float((a - b).abs().max()) > bound):
                 raise UsageError(
-                    f"{type(model).__name__}: the captured graph differs from the model at batch {batch}: its "
-                    "code depends on the batch size; remove branches and loops over x.shape[0]"
+                    f"{type(model).__name__}: the captured graph differs from the model at batch {batch}: "
+                    "its code depends on the batch size; remove branches and loops over x.shape[0]"
                 )
 
 

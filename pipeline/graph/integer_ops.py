@@ -136,8 +136,27 @@ def _add(
     out_scale: float, out_zero_point: int,
 ) -> Tensor:  # fmt: skip
     """Return the sum of two quantised tensors (broadcast), as QLinearAdd rounds it."""
+    if _is_inner_scalar(a, b):  # the runtime then swaps the operands, and with them the order of rounding
+        a, a_scale, a_zero_point, b, b_scale, b_zero_point = (
+            b,
+            b_scale,
+            b_zero_point,
+            a,
+            a_scale,
+            a_zero_point,
+        )
     table = arithmetic.add_table(a_scale, a_zero_point, b_scale, b_zero_point, out_scale, out_zero_point)
     return _lookup_pair(torch.from_numpy(table), a, b)
+
+
+def _is_inner_scalar(a: Tensor, b: Tensor) -> bool:
+    """Return whether ``a`` is broadcast along the innermost dimension in which the two shapes count."""
+    rank = max(a.ndim, b.ndim)
+    shapes = zip([1] * (rank - a.ndim) + list(a.shape), [1] * (rank - b.ndim) + list(b.shape), strict=True)
+    for of_a, of_b in reversed(list(shapes)):
+        if (of_a, of_b) != (1, 1):
+            return of_a == 1
+    return False
 
 
 def _mul(
