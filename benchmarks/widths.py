@@ -49,7 +49,7 @@ def main() -> None:
     if options.negative_gamma:
         model = _with_negative_gamma(model)
     table = Table(title=f"{model.name}, {options.data}, {options.abits}-bit activations")
-    headings = ("bits", "float %", "ONNX Runtime %", "points lost", "bytes", "float/file", "codes off", "same")
+    headings = ("bits", "float %", "ONNX %", "points lost", "bytes", "float/file", "codes off", "same")
     for heading in headings:
         table.add_column(heading, justify="right")
     for wbits in options.wbits:
