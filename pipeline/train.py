@@ -22,8 +22,8 @@ from ul2q.pipeline.progress import Progress
 
 #: learning rates that suit all networks here, chosen on validation digits of mnist5k
 LEARNING_RATES = {"kfac": 0.05, "sgd": 0.05, "adam": 2e-3}
-#: λ of K-FAC, chosen likewise
-DAMPING = 0.03
+#: λ and norm guard of K-FAC, chosen likewise; without the guard, networks without batch norm diverge
+DAMPING, KL_CLIP = 0.03, 1e-3
 #: share of the steps over which the learning rate rises
 WARM_UP = 0.2
 
@@ -123,10 +123,12 @@ class _Run:
         self.steps_per_epoch = max(1, full)
 
     def set_rate(self, step: int) -> None:
-        """Set learning rate and momentum for ``step`` of the whole run."""
+        """Set the learning rate for ``step`` of the run, and K-FAC's momentum in proportion, as [K] does."""
         share = schedule(step, self.steps_per_epoch * self.config.epochs)
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr * share
+            if self.config.optimizer == "kfac":
+                group["momentum"] = self.config.momentum * share
 
     def save(self, path: Path, *, unfinished: bool) -> None:
         """Write a checkpoint; ``unfinished`` adds what is needed to go on."""
@@ -190,6 +192,7 @@ def make_optimizer(model: nn.Module, config: TrainConfig, lr: float) -> torch.op
             damping=config.damping or DAMPING,
             momentum=config.momentum,
             weight_decay=config.weight_decay,
+            kl_clip=KL_CLIP,
         )
     if config.optimizer == "adam":
         return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=config.weight_decay)
