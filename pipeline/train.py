@@ -84,9 +84,10 @@ def partial_path(output: Path) -> Path:
 
 
 def _check_files(output: Path, kept: Path, *, resume: bool, overwrite: bool) -> None:
-    check_output(output, overwrite=overwrite or (resume and kept.exists()))
     if resume and not kept.exists():
-        raise UsageError(f"{kept} does not exist: there is no interrupted run to resume")
+        state = f"{output} is complete" if output.exists() else f"{kept} does not exist"
+        raise UsageError(f"{state}: there is no interrupted run to resume")
+    check_output(output, overwrite=overwrite or resume)
     if kept.exists() and not (resume or overwrite):
         raise UsageError(
             f"{kept} holds an interrupted run: give --resume to go on, --overwrite to start again"

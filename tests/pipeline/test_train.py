@@ -160,6 +160,8 @@ def test_an_interrupted_run_is_not_dropped_by_accident(
     assert not partial_path(output).exists()
     with pytest.raises(UsageError, match=r"model\.pt exists: give --overwrite"):
         train(config(data), output)
+    with pytest.raises(UsageError, match=r"model\.pt is complete: there is no interrupted run"):
+        train(config(data), output, resume=True)
 
 
 def test_changed_data_cannot_be_resumed(data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
