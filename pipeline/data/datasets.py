@@ -111,7 +111,9 @@ class ArrayDataset(Dataset):
     def fetch(self, rows: np.ndarray) -> Batch:
         """Return the samples ``rows`` (int64 [N]) preprocessed."""
         values = np.ascontiguousarray(self.raw[self.rows[rows]])
-        if values.dtype.kind in "fu" and values.dtype.itemsize > 1:
+        if (
+            values.dtype.kind in "iuf" and values.dtype.itemsize > 1
+        ):  # torch lacks some of them, and byte orders
             values = values.astype(np.float32)
         x = torch.from_numpy(values)
         if self.channels_last:

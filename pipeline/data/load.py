@@ -108,7 +108,11 @@ def assemble(
     """
     parts = {"train": source.train, "validation": source.validation, "test": source.test}
     labels = {k: _labels(p, num_classes) for k, p in parts.items() if p is not None}
-    if num_classes is None and source.classes is not None:
+    if source.classes is not None:
+        if num_classes not in {None, len(source.classes)}:
+            raise UsageError(
+                f"{spec} has {len(source.classes)} classes, the model {num_classes}: use its own data"
+            )
         num_classes = len(source.classes)
     if all(part is None for part in labels.values()):
         num_classes = None

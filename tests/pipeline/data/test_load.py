@@ -96,7 +96,7 @@ def test_npz_of_bytes(tmp_path: Path) -> None:
     assert found == expected
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.int64, np.int8, np.uint16, bool])
+@pytest.mark.parametrize("dtype", [np.float16, ">f4", np.float64, np.int64, ">i4", np.int8, np.uint16, bool])
 def test_other_numbers_are_taken_as_they_are(tmp_path: Path, dtype: Any) -> None:
     x = (np.arange(2 * 5 * 4).reshape(2, 1, 5, 4) % 2).astype(dtype)
     out = everything(load_data(save_npz(tmp_path / "x.npz", x=x)))["train"][0]
@@ -388,6 +388,13 @@ def test_recorded_class_names_decide_the_labels(tmp_path: Path) -> None:
     assert all((float(v.max()) * 255 > 50) == (label == 0) for v, label in zip(values, labels, strict=True))
     with pytest.raises(UsageError, match=r"dog is none of the model's classes \(cat, cow\)"):
         load_data(tmp_path, classes=["cat", "cow"])
+
+
+def test_a_number_of_classes_that_differs_from_the_folders(tmp_path: Path) -> None:
+    class_folders(tmp_path, 3)
+    assert load_data(tmp_path, classes=2).num_classes == 2
+    with pytest.raises(UsageError, match="has 2 classes, the model 3"):
+        load_data(tmp_path, classes=3)
 
 
 def test_unlabelled_images(tmp_path: Path) -> None:
