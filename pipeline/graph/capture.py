@@ -7,9 +7,12 @@ work on layers.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import re
-from collections.abc import Sequence
+import io
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -19,29 +22,26 @@ from torch.export import Dim, export
 from torch.utils import _pytree as pytree
 
 from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.graph.rebuild import LayerBuilder
 
 aten = torch.ops.aten
 
-_CONVS: dict[Any, type[nn.Module]] = {
-    aten.conv1d.default: nn.Conv1d,
-    aten.conv2d.default: nn.Conv2d,
-    aten.conv3d.default: nn.Conv3d,
-    aten.conv1d.padding: nn.Conv1d,
-    aten.conv2d.padding: nn.Conv2d,
-    aten.conv3d.padding: nn.Conv3d,
-    aten.conv_transpose1d.default: nn.ConvTranspose1d,
-    aten.conv_transpose2d.input: nn.ConvTranspose2d,
-    aten.conv_transpose3d.input: nn.ConvTranspose3d,
-}
-_BATCH_NORM = aten._native_batch_norm_legit_no_training.default
-_BATCH_NORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
-_WEIGHT_SUFFIX = re.compile(
-    r"(\.parametrizations\.\w+\.original\d*|\.parametrizations\.\w+|\.weight_[gv]|[._]weight)$"
-)
+# What running or exporting a model that is not made for it raises.
+_REFUSALS = (
+    torch._dynamo.exc.UserError, RuntimeError, ValueError, TypeError, AttributeError, LookupError,
+    AssertionError,
+)  # fmt: skip
+
+# Names that torch.fx keeps for itself at the top of a graph.
+_GRAPH_ATTRIBUTES = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph()))) - frozenset(dir(nn.Module()))
 
 # Batch sizes at which the captured graph must reproduce the original: code that looks at the batch size is
 # specialised silently, and only a run at other sizes shows it.
 _CHECKED_BATCHES = (1, 2, 7)
+# Largest difference, relative to the largest output: an algorithm may sum in another order.
+_TOLERANCE = 1e-5
+# Samples in the exported example: with one, torch.export would fix the batch size.
+EXAMPLE_BATCH = 2
 
 
 @torch.library.custom_op("ul2q::dropout", mutates_args=())
@@ -83,34 +83,32 @@ def capture(model: nn.Module, example: Sequence[Tensor]) -> Captured:
     Raises:
         UsageError: torch.export refuses the model, or the model depends on the batch size.
     """
-    was_training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        return _capture(model, [_resized(x, 2) for x in example])
+        return _capture(model, [_resized(x, EXAMPLE_BATCH) for x in example])
     finally:
-        model.train(was_training)
+        for module, mode in modes:
+            module.training = mode
 
 
 def _capture(model: nn.Module, example: list[Tensor]) -> Captured:
-    momentum = {
-        name: m.momentum
-        for name, m in model.named_modules()
-        if isinstance(m, nn.modules.batchnorm._BatchNorm)
-    }
+    _check_runs(model, example)
     try:
-        program = export(
-            model, tuple(example), dynamic_shapes=tuple({0: Dim.DYNAMIC} for _ in example), strict=False
-        )
-    except (torch._dynamo.exc.UserError, RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        with _quiet():
+            program = export(
+                model, tuple(example), dynamic_shapes=tuple({0: Dim.DYNAMIC} for _ in example), strict=False
+            )
+    except _REFUSALS as error:
         raise UsageError(
-            f"{type(model).__name__}: torch.export cannot capture this model ({reason.strip()}); "
+            f"{type(model).__name__}: torch.export cannot capture this model ({_first_line(error)}); "
             "control flow that depends on data or on the batch size must be rewritten with tensor operations"
         ) from error
     _keep_dropout(program.graph_module)
-    # An empty table decomposes nothing: it makes the graph functional, so that values are never overwritten.
-    unlifted = cast(fx.GraphModule, program.run_decompositions({}).module(check_guards=False))
-    builder = _LayerBuilder(unlifted, momentum)
+    with _quiet():
+        # An empty table decomposes nothing: it makes the graph functional, so that no value is overwritten.
+        unlifted = cast(fx.GraphModule, program.run_decompositions({}).module(check_guards=False))
+    builder = LayerBuilder(unlifted, model)
     captured = Captured(
         # The exported graph shares its tensors with the model; a copy keeps the ties among layers.
         copy_graph(builder.build()),
@@ -119,6 +117,46 @@ def _capture(model: nn.Module, example: list[Tensor]) -> Captured:
     )
     _compare(model, captured.module, example)
     return captured
+
+
+def _check_runs(model: nn.Module, example: list[Tensor]) -> None:
+    """Refuse what would otherwise fail later, and less clearly.
+
+    Raises:
+        UsageError: the model does not take the example, or a name in it cannot stand in a graph.
+    """
+    names = {name.partition(".")[0] for name in [*dict(model.named_modules()), *model.state_dict()]}
+    if hidden := sorted(name for name in names if name in _GRAPH_ATTRIBUTES):
+        raise UsageError(
+            f"{type(model).__name__}: torch.fx keeps the name {', '.join(hidden)} for itself: rename it"
+        )
+    try:
+        with torch.no_grad():
+            model(*example)
+    except _REFUSALS as error:
+        shapes = ", ".join(f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in example)
+        raise UsageError(
+            f"{type(model).__name__} does not run on inputs of {shapes}: {_first_line(error)}"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence torch.export: what it has to say is about its own code, or becomes our error."""
+    level = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        # A refused model is printed, not logged.
+        with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            warnings.filterwarnings("ignore", message=r"The tensor attributes? .* assigned during export")
+            yield
+    finally:
+        logging.disable(level)
 
 
 def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
@@ -151,245 +189,35 @@ def _keep_dropout(module: fx.GraphModule) -> None:
 
 
 def _compare(model: nn.Module, captured: nn.Module, example: list[Tensor]) -> None:
+    """Compare the outputs at several batch sizes.
+
+    Raises:
+        UsageError: they differ, or the graph does not run.
+    """
     for batch in _CHECKED_BATCHES:
         inputs = [_resized(x, batch) for x in example]
         with torch.no_grad():
             try:
+                theirs = pytree.tree_leaves(model(*inputs))
                 ours = pytree.tree_leaves(captured(*inputs))
-            except RuntimeError as error:
+            except (RuntimeError, LookupError) as error:
                 raise UsageError(
                     f"{type(model).__name__}: the captured graph does not run at batch {batch}: the model "
                     "fixes its batch size; derive shapes from x.shape[0] (for example x.flatten(1))"
                 ) from error
-            theirs = pytree.tree_leaves(model(*inputs))
-        for a, b in zip(ours, theirs, strict=True):
-            bound = 1e-5 * float(b.abs().max()) if b.is_floating_point() and b.numel() else 0.0
-            if a.shape != b.shape or (a.numel() and float((a - b).abs().max()) > bound):
-                raise UsageError(
-                    f"{type(model).__name__}: the captured graph differs from the model at batch {batch}: "
-                    "its code depends on the batch size; remove branches and loops over x.shape[0]"
-                )
-
-
-def attribute(root: nn.Module, target: str) -> Any:
-    """Return the attribute that the dotted name ``target`` means below ``root``."""
-    value: Any = root
-    for part in target.split("."):
-        value = getattr(value, part)
-    return value
-
-
-def stack_path(node: fx.Node) -> str:
-    """Return the dotted path of the module that produced ``node`` ('' for the root)."""
-    stack = node.meta.get("nn_module_stack") or {}
-    if not stack:
-        return ""
-    path, _ = list(stack.values())[-1]
-    return re.sub(r"@\d+", "", path.removeprefix("L['self']").removeprefix("."))
-
-
-class _LayerBuilder:
-    """Rebuilds an unlifted aten graph with layers as submodules."""
-
-    def __init__(self, source: fx.GraphModule, momentum: dict[str, float | None]) -> None:
-        self.source = source
-        self.graph = source.graph
-        self.momentum = momentum
-        self.layers: dict[str, nn.Module] = {}
-        self.by_key: dict[object, str] = {}
-        self.notes: list[str] = []
-        self.constant = self._constant_nodes()
-
-    def build(self) -> fx.GraphModule:
-        """Return a new graph module in eval mode, with layers in place of the aten calls."""
-        for node in list(self.graph.nodes):
-            if node.op == "call_module" and node.target == "_guards_fn":
-                self.graph.erase_node(node)
-            elif node.op == "call_function":
-                self._replace(node)
-        for node in reversed(self.graph.nodes):
-            if node.op not in ("placeholder", "output") and not node.users:
-                self.graph.erase_node(node)
-        root = nn.Module()
-        for node in self.graph.nodes:
-            if node.op == "get_attr":
-                assign(root, str(node.target), attribute(self.source, str(node.target)))
-        for name in sorted(self.layers, key=lambda n: n.count(".")):
-            assign(root, name, self.layers[name])
-        self.graph._tracer_cls = None
-        return fx.GraphModule(root, self.graph, "Captured").train(False)
-
-    def _constant_nodes(self) -> set[fx.Node]:
-        """Return nodes whose value depends on parameters alone."""
-        constant: set[fx.Node] = set()
-        for node in self.graph.nodes:
-            inputs = node.all_input_nodes
-            if node.op == "get_attr" or (
-                node.op == "call_function" and inputs and all(i in constant for i in inputs)
-            ):
-                constant.add(node)
-        return constant
-
-    def _value(self, node: Any) -> Any:
-        """Return the value of a constant node."""
-        if node is None:
-            return None
-        if node.op == "get_attr":
-            return attribute(self.source, node.target)
-        with torch.no_grad():
-            args = fx.node.map_arg(node.args, self._value)
-            return node.target(*args, **fx.node.map_arg(node.kwargs, self._value))
-
-    def _replace(self, node: Any) -> None:
-        target = node.target
-        if target in _CONVS or target is aten.linear.default:
-            self._replace_weighted(node)
-        elif target is _BATCH_NORM:
-            self._replace_batch_norm(node)
-        elif target is torch.ops.ul2q.dropout.default:
-            x, p, feature = node.args
-            name = self._unique(stack_path(node) or "dropout")
-            self.layers[name] = nn.Dropout2d(p) if feature else nn.Dropout(p)
-            self._swap(node, name, x)
-
-    def _replace_weighted(self, node: Any) -> None:
-        x, weight, bias, *rest = _arguments(node)
-        if weight not in self.constant or (bias is not None and bias not in self.constant):
-            self.notes.append(f"{node.name}: its weight is computed from the input")
-            return
-        w, b = self._value(weight), self._value(bias)
-        # Called twice with the same tensors it is one layer; tied weights of two layers keep two names.
-        key = (
-            node.target,
-            id(w),
-            id(b),
-            str(rest),
-            stack_path(node) if weight.op == "get_attr" else weight.name,
-        )
-        if key not in self.by_key:
-            if weight.op != "get_attr":
-                self.notes.append(f"{node.name}: its computed weight was folded into a plain weight")
-            name = self._unique(self._layer_name(node, weight))
-            self.layers[name] = _weighted_layer(node.target, _parameter(w), _parameter(b), rest)
-            self.by_key[key] = name
-        self._swap(node, self.by_key[key], x)
-
-    def _layer_name(self, node: Any, weight: fx.Node) -> str:
-        stack = node.meta.get("nn_module_stack") or {}
-        owner = str(list(stack.values())[-1][1]) if stack else ""
-        if re.search(r"(Conv|Linear)[^.]*$", owner) and stack_path(node):
-            return stack_path(node)
-        operator = node.target.__name__.split(".")[0]
-        sources = [str(n.target) for n in _ancestors(weight) if n.op == "get_attr"]
-        source = next((s for s in sources if _WEIGHT_SUFFIX.search(s)), sources[0])
-        stripped = _WEIGHT_SUFFIX.sub("", source)
-        if stripped in ("", "weight"):
-            return operator
-        return stripped if stripped != source else f"{source}_{operator}"
-
-    def _replace_batch_norm(self, node: Any) -> None:
-        x, weight, bias, mean, var, momentum, eps = _arguments(node)
-        tensors = (weight, bias, mean, var)
-        if any(t is not None and t not in self.constant for t in tensors):
-            return
-        key = (node.target, *(id(self._value(t)) for t in tensors), eps)
-        if key not in self.by_key:
-            path = mean.target.rpartition(".")[0] if mean.op == "get_attr" else ""
-            layer: Any = _BATCH_NORMS[x.meta["val"].ndim](
-                len(self._value(mean)),
-                eps,
-                self.momentum.get(path, momentum),
-                weight is not None,
-                device="meta",
+        if not all(_same(a, b) for a, b in zip(ours, theirs, strict=True)):
+            raise UsageError(
+                f"{type(model).__name__}: the captured graph differs from the model at batch {batch}: "
+                "its code depends on the batch size, or on chance; remove branches and loops over x.shape[0]"
             )
-            layer.weight, layer.bias = _parameter(self._value(weight)), _parameter(self._value(bias))
-            layer.running_mean, layer.running_var = self._value(mean), self._value(var)
-            layer.num_batches_tracked = torch.zeros((), dtype=torch.long)
-            self.by_key[key] = self._unique(path or "batch_norm")
-            self.layers[self.by_key[key]] = layer
-        normalised = next(user for user in node.users if user.args[1] == 0)
-        self._swap(normalised, self.by_key[key], x)
-
-    def _unique(self, name: str) -> str:
-        candidate, n = name, 1
-        while candidate in self.layers:
-            n += 1
-            candidate = f"{name}__{n}"
-        return candidate
-
-    def _swap(self, node: fx.Node, name: str, x: fx.Node) -> None:
-        with self.graph.inserting_before(node):
-            new = self.graph.create_node("call_module", name, (x,))
-        new.meta = dict(node.meta)
-        node.replace_all_uses_with(new)
-        self.graph.erase_node(node)
 
 
-def _ancestors(node: fx.Node) -> list[fx.Node]:
-    found = [node]
-    for n in found:
-        found.extend(i for i in n.all_input_nodes if i not in found)
-    return found
-
-
-def _arguments(node: fx.Node) -> list[Any]:
-    """Return the positional arguments of an aten call with the schema's defaults filled in."""
-    schema = cast(Any, node.target)._schema.arguments
-    given = list(node.args)
-    return given + [node.kwargs.get(a.name, a.default_value) for a in schema[len(given) :]]
-
-
-def _parameter(value: Tensor | None) -> nn.Parameter | None:
-    if value is None or isinstance(value, nn.Parameter):
-        return value
-    return nn.Parameter(value.detach().clone(), requires_grad=value.is_floating_point())
-
-
-def _weighted_layer(target: Any, weight: Any, bias: nn.Parameter | None, rest: list[Any]) -> nn.Module:
-    """Return the nn layer of an aten call; ``rest`` holds the arguments after weight and bias."""
-    if target is aten.linear.default:
-        layer: Any = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
-    elif "transpose" in str(target):
-        stride, padding, output_padding, groups, dilation = rest
-        layer = _CONVS[target](
-            weight.shape[0], weight.shape[1] * groups, tuple(weight.shape[2:]), tuple(stride), tuple(padding),
-            tuple(output_padding), groups, bias is not None, tuple(dilation), device="meta",
-        )  # fmt: skip
-    else:
-        stride, padding, dilation, groups = rest
-        padding = padding if isinstance(padding, str) else _broadcast(padding, weight.ndim - 2)
-        layer = _CONVS[target](
-            weight.shape[1] * groups, weight.shape[0], tuple(weight.shape[2:]),
-            _broadcast(stride, weight.ndim - 2), padding, _broadcast(dilation, weight.ndim - 2), groups,
-            bias is not None, device="meta",
-        )  # fmt: skip
-    layer.weight, layer.bias = weight, bias
-    return cast(nn.Module, layer)
-
-
-def _broadcast(values: Sequence[int] | int, n: int) -> tuple[int, ...]:
-    values = (values,) if isinstance(values, int) else tuple(values)
-    return values * n if len(values) == 1 else values
-
-
-def assign(root: nn.Module, target: str, value: Any) -> None:
-    """Place a module, parameter, buffer or constant at the dotted name ``target`` below ``root``.
-
-    A module keeps the children that already stand below its name.
-    """
-    *parents, leaf = target.split(".")
-    owner = root
-    for part in parents:
-        if part not in owner._modules:
-            owner.add_module(part, nn.Module())
-        owner = cast(nn.Module, owner._modules[part])
-    if isinstance(value, nn.Module):
-        for name, child in getattr(owner, leaf, nn.Module()).named_children():
-            value.add_module(name, child)
-        owner.add_module(leaf, value)
-    elif isinstance(value, nn.Parameter):
-        owner.register_parameter(leaf, value)
-    elif isinstance(value, Tensor):
-        owner.register_buffer(leaf, value)
-    else:
-        setattr(owner, leaf, value)
+def _same(a: Any, b: Any) -> bool:
+    if not isinstance(b, Tensor):
+        return bool(a == b)
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not b.is_floating_point():
+        return torch.equal(a, b)
+    largest = float(b[b.isfinite()].abs().max()) if b.isfinite().any() else 0.0
+    return torch.allclose(a, b, rtol=0, atol=_TOLERANCE * largest, equal_nan=True)

@@ -126,13 +126,13 @@ class IntegerLinear(_Weighted):
         self.source, self.out = source, out
 
     def forward(self, codes: Tensor) -> Tensor:
-        """Return codes [N, …, O] for codes [N, …, I]; leading dimensions are flattened for the kernel."""
+        """Return codes […, O] for codes […, I]; leading dimensions are flattened for the kernel."""
         flat = codes if codes.ndim == 2 else codes.reshape(-1, codes.shape[-1])
         y = _ops.linear(
             flat, self.weight, self.weight_scale, self.bias, self.bias_scale, *self.source,
             self.weight_zero_point, *self.out,
         )  # fmt: skip
-        return y if codes.ndim == 2 else y.reshape(-1, *codes.shape[1:-1], y.shape[-1])
+        return y if codes.ndim == 2 else y.reshape(*codes.shape[:-1], y.shape[-1])
 
 
 class IntegerBinary(nn.Module):

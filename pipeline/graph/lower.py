@@ -11,12 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
+from torch.utils import _pytree as pytree
 
 from ul2q.pipeline.errors import JobError
 from ul2q.pipeline.graph import layers, operators
-from ul2q.pipeline.graph.capture import assign, attribute
 from ul2q.pipeline.graph.layers import CodeFormat, LoweredWeight
 from ul2q.pipeline.graph.prepare import LayerPlan, Prepared, Site
+from ul2q.pipeline.graph.rebuild import assign, attribute
 from ul2q.pipeline.quantize.grid import (
     dequantize,
     integer_weight,
@@ -125,8 +126,8 @@ class _Lowering:
             assign(self.root, str(node.target), attribute(self.source, str(node.target)))
             self.env[node] = self.graph.get_attr(str(node.target))
         elif node.op == "output":
-            for value in node.all_input_nodes:
-                self.output_scales.append(self.formats[value].scale if value in self.formats else None)
+            values = [v for v in pytree.tree_leaves(node.args[0]) if isinstance(v, fx.Node)]
+            self.output_scales = [self.formats[v].scale if v in self.formats else None for v in values]
             self.graph.output(fx.node.map_arg(node.args[0], self._real))
         elif node.op == "call_module":
             self._module(node)
@@ -144,10 +145,11 @@ class _Lowering:
                 self.env[node] = self.graph.node_copy(node, lambda n: self.env[n])
                 self.formats[node] = self.formats[source]
                 return
-        if node.target is torch.ops.aten.sym_size.int or not operators.is_float(node):
+        if node.target is torch.ops.aten.sym_size.int:  # codes have the shape of what they stand for
             self.env[node] = self.graph.node_copy(node, self._plain)
             return
-        self.float_operators.append(node.name)
+        if operators.computes_float(node):
+            self.float_operators.append(node.name)
         self.env[node] = self.graph.node_copy(node, self._real)
 
     def _stays_coded(self, node: fx.Node) -> bool:
@@ -336,7 +338,11 @@ def float_state_dict(model: nn.Module, prepared: Prepared) -> dict[str, Tensor]:
 
     Weights that the capture folded (weight norm, masks) keep their original value.
     """
-    state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    own = model.state_dict(keep_vars=True)
+    names: dict[int, list[str]] = {}  # a tensor that several modules share has several names
+    for name, tensor in own.items():
+        names.setdefault(id(tensor), []).append(name)
+    state = {name: tensor.detach().clone() for name, tensor in own.items()}
     for name, module in prepared.module.named_modules():
         tensors = {
             **dict(module.named_parameters(recurse=False)),
@@ -347,7 +353,7 @@ def float_state_dict(model: nn.Module, prepared: Prepared) -> dict[str, Tensor]:
         for leaf, tensor in tensors.items():
             key = f"{name}.{leaf}" if name else leaf
             if key in state and state[key].shape == tensor.shape:
-                state[key] = tensor.detach().clone()
+                state.update({alias: tensor.detach().clone() for alias in names[id(own[key])]})
     return state
 
 

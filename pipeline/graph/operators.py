@@ -86,6 +86,13 @@ def is_float(node: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
+def computes_float(node: Any) -> bool:
+    """Return whether ``node`` gives any floating-point tensor."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, tuple | list) else [value]
+    return any(isinstance(v, torch.Tensor) and v.is_floating_point() for v in values)
+
+
 def rank(node: Any) -> int:
     """Return the number of dimensions of the value of ``node``."""
     return int(node.meta["val"].ndim)

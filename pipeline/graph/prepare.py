@@ -9,7 +9,7 @@ integer kernel reads them.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from torch import fx, nn
@@ -18,7 +18,8 @@ from torch.nn.utils import parametrize
 from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.graph import operators
-from ul2q.pipeline.graph.capture import Captured, attribute, copy_graph, stack_path
+from ul2q.pipeline.graph.capture import EXAMPLE_BATCH, Captured, copy_graph
+from ul2q.pipeline.graph.rebuild import attribute, stack_path
 from ul2q.pipeline.quantize.fake import ActivationQuantizer, WeightQuantizer
 
 
@@ -104,7 +105,9 @@ class _Preparation:
         self.modules = dict(self.module.named_modules())
         self.excluded = self._excluded()
         self.sites: list[Site] = []
-        self.names: set[str] = set()
+        # Sites become modules of the lowered graph, beside the layers that stay in float.
+        self.names = set(self.modules) | set(dir(self.module))
+        self.constant = self._constant_nodes()
         self.coded: set[fx.Node] = set()  # nodes whose value lies on a grid of codes
         self.float_sites: dict[fx.Node, fx.Node] = {}  # float value -> its quantiser
 
@@ -121,6 +124,16 @@ class _Preparation:
         self.graph.lint()
         self.module.recompile()
         return Prepared(self.module, tuple(self.sites), tuple(plans), self.input_names, self.config)
+
+    def _constant_nodes(self) -> set[fx.Node]:
+        """Return the nodes whose value does not depend on the input."""
+        constant: set[fx.Node] = set()
+        for node in self.graph.nodes:
+            if node.op == "get_attr" or (
+                node.all_input_nodes and all(i in constant for i in node.all_input_nodes)
+            ):
+                constant.add(node)
+        return constant
 
     # Weights
 
@@ -145,32 +158,33 @@ class _Preparation:
             parametrize.register_parametrization(layer, "weight", quantizer, unsafe=True)
 
     def _plans(self) -> list[LayerPlan]:
-        """Return the One plan for each layer with parameters, in execution order."""
+        """Return one plan for each layer with parameters, in execution order."""
         fused = {norm for node in self.graph.nodes for norm in [self._fused_norm(node)] if norm is not None}
-        calls: dict[str, list[fx.Node]] = {}
+        calls: dict[tuple[str, ...], list[fx.Node]] = {}
         for node in self.graph.nodes:
-            if node.op == "call_module":
-                if node not in fused:
-                    calls.setdefault(node.target, []).append(node)
-            elif node.op == "call_function" and _reads_parameters(node, self.module):
-                calls.setdefault(self._function_name(node), []).append(node)
-        plans = []
-        for name, nodes in calls.items():
-            module = self.modules.get(name) if nodes[0].op == "call_module" else None
-            if module is not None and not list(module.parameters(recurse=False)):
-                continue
-            plans.append(self._plan(name, module, nodes))
-        return plans
+            if node.op == "call_module" and node not in fused:
+                calls.setdefault((node.target,), []).append(node)
+            elif node.op == "call_function" and (parameters := self._parameters(node)):
+                calls.setdefault((self._function_name(node), *parameters), []).append(node)
+        plans: dict[str, LayerPlan] = {}
+        for (name, *_), nodes in calls.items():
+            module = self.modules[name] if nodes[0].op == "call_module" else None
+            if module is None or list(module.parameters(recurse=False)):
+                name = _unused(name, plans)
+                plans[name] = self._plan(name, module, nodes)
+        return list(plans.values())
+
+    def _parameters(self, node: fx.Node) -> list[str]:
+        """Return the names of the parameters that ``node`` reads itself."""
+        names = [str(i.target) for i in node.all_input_nodes if i.op == "get_attr"]
+        return [name for name in names if isinstance(attribute(self.module, name), nn.Parameter)]
 
     def _plan(self, name: str, module: nn.Module | None, nodes: list[fx.Node]) -> LayerPlan:
         outputs = sum(_elements_per_sample(node) for node in nodes)
         if module is None:
-            tensors = [
-                attribute(self.module, str(i.target)) for i in nodes[0].all_input_nodes if i.op == "get_attr"
-            ]
-            op = getattr(nodes[0].target, "__name__", str(nodes[0].target)).split(".")[0]
-            count = sum(t.numel() for t in tensors if isinstance(t, nn.Parameter))
-            return LayerPlan(name, op, count, outputs, False, f"{op} has no integer kernel")
+            op = _operator_name(nodes[0])
+            count = sum(attribute(self.module, p).numel() for p in self._parameters(nodes[0]))
+            return LayerPlan(name, op, count, outputs, False, f"{op} uses its parameters in float")
         op = type(module).__name__
         count = sum(p.numel() for p in module.parameters(recurse=False))
         if not isinstance(module, operators.WEIGHTED_LAYERS):
@@ -203,7 +217,9 @@ class _Preparation:
             )
         if operators.integer_function(node) is None:
             return False
-        return any(source in self.coded for source in operators.input_nodes(node))
+        sources = operators.input_nodes(node)
+        # A constant keeps its float values: one 8-bit grid would blur, say, the factors of many channels.
+        return any(s in self.coded for s in sources) and not any(s in self.constant for s in sources)
 
     def _moves(self, node: fx.Node) -> bool:
         moving = (node.op == "call_function" and node.target in operators.MOVING) or (
@@ -235,8 +251,7 @@ class _Preparation:
             (user,) = end.users
             clip = operators.clamp_range(user)
             end = user if clip is not None else end
-        name = self._function_name(anchor)
-        quantizer = self._insert(end, self._unique(name), clip, list(end.users))
+        quantizer = self._insert(end, self._site_name(anchor), clip, list(end.users))
         self.coded.update({anchor, end, quantizer} | ({norm} if norm else set()))
         site = self.sites.pop()
         self.sites.append(Site(site.name, site.node, anchor.name, norm.name if norm else None))
@@ -247,15 +262,14 @@ class _Preparation:
             consumer.replace_input_with(source, self.float_sites[source])
             return
         readers = [user for user in source.users if user is consumer or self._is_integer(user)]
-        name = source.name if source.op == "placeholder" else self._function_name(source)
-        quantizer = self._insert(source, self._unique(name), operators.clamp_range(source), readers)
+        quantizer = self._insert(source, self._site_name(source), operators.clamp_range(source), readers)
         self.float_sites[source] = quantizer
         self.coded.add(quantizer)
 
     def _insert(
         self, source: fx.Node, name: str, clip: tuple[float, float] | None, readers: list[fx.Node]
     ) -> fx.Node:
-        target = "quantizer_" + name.replace(".", "_")
+        target = _unused("quantizer_" + name.replace(".", "_"), self.modules)
         module = ActivationQuantizer(name=name, fit=self.config.act_fit, clip=clip)
         self.module.add_submodule(target, module)
         with self.graph.inserting_after(source):
@@ -267,33 +281,37 @@ class _Preparation:
         self.sites.append(Site(name, quantizer.name))
         return quantizer
 
+    def _site_name(self, node: fx.Node) -> str:
+        """Return a free name for what ``node`` computes: an integer layer's own, once."""
+        sites = {site.name for site in self.sites}
+        if node.op == "call_module" and self._is_integer(node) and node.target not in sites:
+            return str(node.target)
+        name = node.name if node.op == "placeholder" else self._function_name(node)
+        if node.op == "call_module" and not self._is_integer(node):
+            name += ".output"
+        return _unused(name, self.names | sites)
+
     def _function_name(self, node: fx.Node) -> str:
         if node.op == "call_module":
             return str(node.target)
-        op = getattr(node.target, "__name__", str(node.target)).split(".")[0]
-        return ".".join(part for part in (stack_path(node), op) if part)
-
-    def _unique(self, name: str) -> str:
-        candidate, n = name, 1
-        while candidate in self.names:
-            n += 1
-            candidate = f"{name}__{n}"
-        self.names.add(candidate)
-        return candidate
+        return ".".join(part for part in (stack_path(node), _operator_name(node)) if part)
 
 
-def _reads_parameters(node: fx.Node, module: nn.Module) -> bool:
-    return any(
-        i.op == "get_attr" and isinstance(attribute(module, str(i.target)), nn.Parameter)
-        for i in node.all_input_nodes
-    )
+def _operator_name(node: fx.Node) -> str:
+    return getattr(node.target, "__name__", str(node.target)).split(".")[0]
+
+
+def _unused(name: str, taken: Collection[str]) -> str:
+    candidate, n = name, 1
+    while candidate in taken:
+        n += 1
+        candidate = f"{name}__{n}"
+    return candidate
 
 
 def _elements_per_sample(node: fx.Node) -> int:
     """Return the output elements for one sample."""
     value = node.meta["val"]
     value = value[0] if isinstance(value, tuple | list) else value
-    count = 1
-    for size in value.shape[1:]:
-        count *= int(size)
-    return count
+    batched = not all(isinstance(size, int) for size in value.shape)
+    return int(value.numel()) // (EXAMPLE_BATCH if batched else 1)

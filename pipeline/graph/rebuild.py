@@ -1,0 +1,284 @@
+"""Rebuild an exported graph with layers: every aten call that has parameters becomes a module again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+
+aten = torch.ops.aten
+
+_CONVS: dict[Any, type[nn.Module]] = {
+    aten.conv1d.default: nn.Conv1d,
+    aten.conv2d.default: nn.Conv2d,
+    aten.conv3d.default: nn.Conv3d,
+    aten.conv1d.padding: nn.Conv1d,
+    aten.conv2d.padding: nn.Conv2d,
+    aten.conv3d.padding: nn.Conv3d,
+    aten.conv_transpose1d.default: nn.ConvTranspose1d,
+    aten.conv_transpose2d.input: nn.ConvTranspose2d,
+    aten.conv_transpose3d.input: nn.ConvTranspose3d,
+}
+_BATCH_NORM = aten._native_batch_norm_legit_no_training.default
+_BATCH_NORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+_BATCH_NORM_TYPES = nn.modules.batchnorm._BatchNorm
+_WEIGHT_SUFFIX = re.compile(
+    r"(\.parametrizations\.\w+\.original\d*|\.parametrizations\.\w+|\.weight_[gv]|[._]weight)$"
+)
+
+
+def attribute(root: nn.Module, target: str) -> Any:
+    """Return the attribute that the dotted name ``target`` means below ``root``."""
+    value: Any = root
+    for part in target.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def stack_path(node: fx.Node) -> str:
+    """Return the dotted path of the module that produced ``node`` ('' for the root)."""
+    stack = node.meta.get("nn_module_stack") or {}
+    if not stack:
+        return ""
+    path, _ = list(stack.values())[-1]
+    return re.sub(r"@\d+", "", path.removeprefix("L['self']").removeprefix("."))
+
+
+class LayerBuilder:
+    """Rebuilds an unlifted aten graph with layers as submodules.
+
+    Args:
+        source: the graph, as torch.export unlifts it; changed in place.
+        model: the model that was exported.
+
+    Attributes:
+        notes: what a user should know.
+    """
+
+    def __init__(self, source: fx.GraphModule, model: nn.Module) -> None:
+        self.source = source
+        self.graph = source.graph
+        self.model = model
+        first = {module: name for name, module in model.named_modules()}
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        self.canonical = {name: first[module] for name, module in self.modules.items()}
+        self.layers: dict[str, nn.Module] = {}
+        self.by_key: dict[object, str] = {}
+        self.notes: list[str] = []
+        self.constant = self._constant_nodes()
+
+    def build(self) -> fx.GraphModule:
+        """Return a new graph module in eval mode, with layers in place of the aten calls."""
+        self._note_unused()
+        for node in list(self.graph.nodes):
+            if node.op == "call_module" and node.target == "_guards_fn":
+                self.graph.erase_node(node)
+            elif node.op == "call_function":
+                self._replace(node)
+        for node in reversed(self.graph.nodes):
+            if node.op not in ("placeholder", "output") and not node.users:
+                self.graph.erase_node(node)
+        root = nn.Module()
+        for node in self.graph.nodes:
+            if node.op == "get_attr":
+                assign(root, str(node.target), attribute(self.source, str(node.target)))
+        for name in sorted(self.layers, key=lambda n: n.count(".")):
+            assign(root, name, self.layers[name])
+        self.graph._tracer_cls = None
+        return fx.GraphModule(root, self.graph, "Captured").train(False)
+
+    def _note_unused(self) -> None:
+        """Name the layers that the forward pass does not use: they are in no graph and in no file."""
+        used = [n.target for n in self.graph.nodes if n.op == "get_attr" and n.users]
+        read = {id(attribute(self.source, target)) for target in used}
+        unused = [name for name, p in self.model.named_parameters() if id(p) not in read]
+        owners = dict.fromkeys(name.rpartition(".")[0] or name for name in unused)
+        self.notes += [f"{owner}: the forward pass does not use it; it is left out" for owner in owners]
+
+    def _constant_nodes(self) -> set[fx.Node]:
+        """Return nodes whose value depends on parameters alone."""
+        constant: set[fx.Node] = set()
+        for node in self.graph.nodes:
+            inputs = node.all_input_nodes
+            if node.op == "get_attr" or (
+                node.op == "call_function" and inputs and all(i in constant for i in inputs)
+            ):
+                constant.add(node)
+        return constant
+
+    def _value(self, node: Any) -> Any:
+        """Return the value of a constant node."""
+        if node is None:
+            return None
+        if node.op == "get_attr":
+            return attribute(self.source, node.target)
+        with torch.no_grad():
+            args = fx.node.map_arg(node.args, self._value)
+            return node.target(*args, **fx.node.map_arg(node.kwargs, self._value))
+
+    def _replace(self, node: Any) -> None:
+        target = node.target
+        if target in _CONVS or target is aten.linear.default:
+            self._replace_weighted(node)
+        elif target is _BATCH_NORM:
+            self._replace_batch_norm(node)
+        elif target is torch.ops.ul2q.dropout.default:
+            x, p, feature = node.args
+            name = self._unique(self._path(node) or "dropout")
+            self.layers[name] = nn.Dropout2d(p) if feature else nn.Dropout(p)
+            self._swap(node, name, x)
+
+    def _replace_weighted(self, node: Any) -> None:
+        x, weight, bias, *rest = _arguments(node)
+        if weight not in self.constant or (bias is not None and bias not in self.constant):
+            self.notes.append(f"{node.name}: its weight is computed from the input")
+            return
+        w, b = self._value(weight), self._value(bias)
+        # Called twice with the same tensors it is one layer; tied weights of two layers keep two names.
+        key = (
+            node.target,
+            id(w),
+            id(b),
+            str(rest),
+            self._path(node) if weight.op == "get_attr" else weight.name,
+        )
+        if key not in self.by_key:
+            name = self._unique(self._layer_name(node, weight))
+            if weight.op != "get_attr":
+                self.notes.append(f"{name}: its computed weight was folded into a plain weight")
+            self.layers[name] = _weighted_layer(node.target, _parameter(w), _parameter(b), rest)
+            self.by_key[key] = name
+        self._swap(node, self.by_key[key], x)
+
+    def _path(self, node: fx.Node) -> str:
+        """Return the path of the module that produced ``node``; of several names of one module, the first."""
+        path = stack_path(node)
+        return self.canonical.get(path, path)
+
+    def _layer_name(self, node: Any, weight: fx.Node) -> str:
+        path = self._path(node)
+        owner = self.modules.get(path)
+        is_layer = isinstance(owner, nn.modules.conv._ConvNd | nn.Linear)
+        if path and (is_layer or getattr(owner, "weight", None) is self._value(weight)):
+            return path
+        operator = node.target.__name__.split(".")[0]
+        sources = [str(n.target) for n in _ancestors(weight) if n.op == "get_attr"]
+        source = next((s for s in sources if _WEIGHT_SUFFIX.search(s)), sources[0])
+        stripped = _WEIGHT_SUFFIX.sub("", source)
+        if stripped in ("", "weight"):
+            return operator
+        return stripped if stripped != source else f"{source}_{operator}"
+
+    def _replace_batch_norm(self, node: Any) -> None:
+        x, weight, bias, mean, var, momentum, eps = _arguments(node)
+        tensors = (weight, bias, mean, var)
+        if any(t is not None and t not in self.constant for t in tensors):
+            return
+        key = (node.target, *(id(self._value(t)) for t in tensors), eps)
+        if key not in self.by_key:
+            path = mean.target.rpartition(".")[0] if mean.op == "get_attr" else ""
+            path = self.canonical.get(path, path)
+            norm = self.modules.get(path)
+            layer: Any = _BATCH_NORMS[x.meta["val"].ndim](
+                len(self._value(mean)),
+                eps,
+                # momentum=None, a plain average, is exported as 0
+                norm.momentum if isinstance(norm, _BATCH_NORM_TYPES) else momentum,
+                weight is not None,
+                device="meta",
+            )
+            layer.weight, layer.bias = _parameter(self._value(weight)), _parameter(self._value(bias))
+            layer.running_mean, layer.running_var = self._value(mean), self._value(var)
+            seen = getattr(norm, "num_batches_tracked", None)
+            layer.num_batches_tracked = torch.zeros((), dtype=torch.long) if seen is None else seen
+            self.by_key[key] = self._unique(path or "batch_norm")
+            self.layers[self.by_key[key]] = layer
+        normalised = next(user for user in node.users if user.args[1] == 0)
+        self._swap(normalised, self.by_key[key], x)
+
+    def _unique(self, name: str) -> str:
+        candidate, n = name, 1
+        while candidate in self.layers:
+            n += 1
+            candidate = f"{name}__{n}"
+        return candidate
+
+    def _swap(self, node: fx.Node, name: str, x: fx.Node) -> None:
+        with self.graph.inserting_before(node):
+            new = self.graph.create_node("call_module", name, (x,))
+        new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
+        self.graph.erase_node(node)
+
+
+def _ancestors(node: fx.Node) -> list[fx.Node]:
+    found = [node]
+    for n in found:
+        found.extend(i for i in n.all_input_nodes if i not in found)
+    return found
+
+
+def _arguments(node: fx.Node) -> list[Any]:
+    """Return the positional arguments of an aten call with the schema's defaults filled in."""
+    schema = cast(Any, node.target)._schema.arguments
+    given = list(node.args)
+    return given + [node.kwargs.get(a.name, a.default_value) for a in schema[len(given) :]]
+
+
+def _parameter(value: Tensor | None) -> nn.Parameter | None:
+    if value is None or isinstance(value, nn.Parameter):
+        return value
+    return nn.Parameter(value.detach().clone(), requires_grad=value.is_floating_point())
+
+
+def _weighted_layer(target: Any, weight: Any, bias: nn.Parameter | None, rest: list[Any]) -> nn.Module:
+    """Return the nn layer of an aten call; ``rest`` holds the arguments after weight and bias."""
+    if target is aten.linear.default:
+        layer: Any = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
+    elif "transpose" in str(target):
+        stride, padding, output_padding, groups, dilation = rest
+        layer = _CONVS[target](
+            weight.shape[0], weight.shape[1] * groups, tuple(weight.shape[2:]), tuple(stride), tuple(padding),
+            tuple(output_padding), groups, bias is not None, tuple(dilation), device="meta",
+        )  # fmt: skip
+    else:
+        stride, padding, dilation, groups = rest
+        padding = padding if isinstance(padding, str) else _broadcast(padding, weight.ndim - 2)
+        layer = _CONVS[target](
+            weight.shape[1] * groups, weight.shape[0], tuple(weight.shape[2:]),
+            _broadcast(stride, weight.ndim - 2), padding, _broadcast(dilation, weight.ndim - 2), groups,
+            bias is not None, device="meta",
+        )  # fmt: skip
+    layer.weight, layer.bias = weight, bias
+    return cast(nn.Module, layer)
+
+
+def _broadcast(values: Sequence[int] | int, n: int) -> tuple[int, ...]:
+    values = (values,) if isinstance(values, int) else tuple(values)
+    return values * n if len(values) == 1 else values
+
+
+def assign(root: nn.Module, target: str, value: Any) -> None:
+    """Place a module, parameter, buffer or constant at the dotted name ``target`` below ``root``.
+
+    A module keeps the children that already stand below its name.
+    """
+    *parents, leaf = target.split(".")
+    owner = root
+    for part in parents:
+        if part not in owner._modules:
+            owner.add_module(part, nn.Module())
+        owner = cast(nn.Module, owner._modules[part])
+    if isinstance(value, nn.Module):
+        for name, child in getattr(owner, leaf, nn.Module()).named_children():
+            value.add_module(name, child)
+        owner.add_module(leaf, value)
+    elif isinstance(value, nn.Parameter):
+        owner.register_parameter(leaf, value)
+    elif isinstance(value, Tensor):
+        owner.register_buffer(leaf, value)
+    else:
+        setattr(owner, leaf, value)
