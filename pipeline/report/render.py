@@ -71,7 +71,8 @@ def tables(report: Report, console: Console) -> None:
     table = Table(box=box.SIMPLE_HEAD)
     for i, name in enumerate(text.LAYER_HEADER[:shown]):
         is_number = name in {"weights", "α", "β", "SQNR dB", "bytes"}
-        table.add_column(name, justify="right" if is_number else "left", no_wrap=i > 0, overflow="fold")
+        fixed = 0 < i < len(text.LAYER_HEADER) - 1
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=fixed, overflow="fold")
     for cells in layers:
         table.add_row(*(Text(cell) for cell in cells[:shown]))
     console.print(table)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ul2q.pipeline.report.schema import Layer, Report
 
 NONE = "–"
-LAYER_HEADER = ("layer", "operator", "weights", "bits", "α", "β", "SQNR dB", "bytes", "left in float because")
+LAYER_HEADER = ("layer", "operator", "weights", "bits", "α", "β", "SQNR dB", "bytes", "why float")
 
 
 @dataclass(frozen=True)
@@ -111,9 +111,9 @@ def _accuracy_rows(report: Report) -> list[Row]:
         )
     ]
     if accuracy["onnxruntime"] is not None:
-        rows.append(Row("  in ONNX Runtime", NONE, percent(accuracy["onnxruntime"])))
+        rows.append(Row("  ONNX Runtime", NONE, percent(accuracy["onnxruntime"])))
     if accuracy["keras"] is not None:
-        rows.append(Row("  in Keras", NONE, percent(accuracy["keras"])))
+        rows.append(Row("  Keras", NONE, percent(accuracy["keras"])))
     return rows
 
 
@@ -121,7 +121,7 @@ def _file_row(report: Report) -> Row:
     files = report["size"]
     mean = files["weight_bits_mean"]
     bits = "" if mean is None else f", {mean:.2f} bits a weight"
-    note = "" if files["ratio"] is None else f"{files['ratio']:.1f} times smaller{bits}"
+    note = "" if files["ratio"] is None else f"{files['ratio']:.1f}x smaller{bits}"
     return Row("file", size(files["float_onnx_bytes"]), size(files["onnx_bytes"]), note)
 
 
@@ -130,9 +130,7 @@ def _latency_row(report: Report) -> Row:
     threads = latency["threads"]
     on = "" if threads is None else f", {threads} thread{'s' * (threads != 1)}"
     note = "" if latency["ratio"] is None else f"ratio {latency['ratio']:.2f}{on}"
-    return Row(
-        "time for one sample", milliseconds(latency["float"]), milliseconds(latency["quantized"]), note
-    )
+    return Row("time a sample", milliseconds(latency["float"]), milliseconds(latency["quantized"]), note)
 
 
 def _memory_row(report: Report) -> Row:
@@ -140,7 +138,7 @@ def _memory_row(report: Report) -> Row:
     before, after = (
         None if value is None else size(int(value)) for value in (peak["float"], peak["quantized"])
     )
-    return Row("peak memory of the process", before or NONE, after or NONE)
+    return Row("peak memory", before or NONE, after or NONE)
 
 
 def _parity_rows(report: Report) -> list[Row]:
@@ -153,14 +151,14 @@ def _parity_rows(report: Report) -> list[Row]:
             continue
         notes = []
         if parity["max_steps"] is not None:
-            notes.append(f"largest difference {parity['max_steps']:g} steps")
+            notes.append(f"{parity['max_steps']:g} steps from torch")
         elif parity["max_abs"] is not None:
-            notes.append(f"largest difference {parity['max_abs']:.2g}")
+            notes.append(f"{parity['max_abs']:.2g} from torch")
         if parity["argmax_agreement"] is not None:
-            notes.append(f"same class for {percent(parity['argmax_agreement'])}")
+            notes.append(f"{percent(parity['argmax_agreement'])} same class")
         if parity["first_layer"] is not None:
             notes.append(f"first differing layer {parity['first_layer']}")
-        rows.append(Row(f"{name} against torch", note=", ".join(notes)))
+        rows.append(Row(name, note=", ".join(notes)))
     return rows
 
 
