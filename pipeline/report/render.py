@@ -66,16 +66,16 @@ def tables(report: Report, console: Console) -> None:
     for row in text.summary(report):
         wide.add_row(*(Text(value) for value in (row.label, row.before, row.after, row.note)))
     console.print(wide)
-    layers = [text.layer_cells(layer) for layer in report["layers"]]
-    shown = len(text.LAYER_HEADER) if any(cells[-1] for cells in layers) else len(text.LAYER_HEADER) - 1
     table = Table(box=box.SIMPLE_HEAD)
-    for i, name in enumerate(text.LAYER_HEADER[:shown]):
+    for name in text.LAYER_HEADER[:-1]:  # the remarks are too long for a column
         is_number = name in {"weights", "α", "β", "SQNR dB", "bytes"}
-        fixed = 0 < i < len(text.LAYER_HEADER) - 1
-        table.add_column(name, justify="right" if is_number else "left", no_wrap=fixed, overflow="fold")
-    for cells in layers:
-        table.add_row(*(Text(cell) for cell in cells[:shown]))
+        table.add_column(name, justify="right" if is_number else "left", overflow="fold")
+    for layer in report["layers"]:
+        table.add_row(*(Text(cell) for cell in text.layer_cells(layer)[:-1]))
     console.print(table)
+    for layer in report["layers"]:
+        if layer["reason"]:
+            console.print(Text(f"{layer['name']}: {layer['reason']}"), soft_wrap=True)
     if counts := text.operators(report):
         console.print(Text(f"ONNX Runtime executes {counts}."), soft_wrap=True)
     for warning in report["warnings"]:

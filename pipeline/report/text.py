@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ul2q.pipeline.report.schema import Layer, Report
 
 NONE = "–"
-LAYER_HEADER = ("layer", "operator", "weights", "bits", "α", "β", "SQNR dB", "bytes", "why float")
+LAYER_HEADER = ("layer", "operator", "weights", "bits", "α", "β", "SQNR dB", "bytes", "remark")
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def layer_cells(layer: Layer) -> tuple[str, ...]:
     Returns:
         The cells.
     """
-    bits = NONE if not layer["quantized"] else f"W{layer['wbits']}A{layer['abits']}"
+    bits = f"W{layer['wbits']}A{layer['abits']}" if layer["quantized"] else "float"
     sqnr = NONE if layer["sqnr_db"] is None else f"{layer['sqnr_db']:.1f}"
     coded = layer["bytes_quantized"]
     return (
@@ -155,7 +155,8 @@ def _parity_rows(report: Report) -> list[Row]:
         elif parity["max_abs"] is not None:
             notes.append(f"{parity['max_abs']:.2g} from torch")
         if parity["argmax_agreement"] is not None:
-            notes.append(f"{percent(parity['argmax_agreement'])} same class")
+            share = "all" if parity["argmax_agreement"] == 1 else percent(parity["argmax_agreement"])
+            notes.append(f"{share} same class")
         if parity["first_layer"] is not None:
             notes.append(f"first differing layer {parity['first_layer']}")
         rows.append(Row(name, note=", ".join(notes)))

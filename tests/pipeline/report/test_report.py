@@ -177,11 +177,11 @@ def test_markdown_shows_every_layer_and_escapes_its_cells() -> None:
     page = render.markdown(complete(measured()))
     assert page.startswith("# lenet5: 2-bit weights, 8-bit activations\n")
     assert "| features.0 | Conv | 500 | W2A8 | 0.0625 | -0.001 | 9.3 | 240 |  |\n" in page
-    assert "| attn\\|proj | Gemm | 1,500 | – | – | – | – | 6,000 | excluded by 'attn*' |\n" in page
+    assert "| attn\\|proj | Gemm | 1,500 | float | – | – | – | 6,000 | excluded by 'attn*' |\n" in page
     assert "| file | 100.0 kB | 8.0 kB | 12.5x smaller, 24.50 bits a weight |\n" in page
     assert "| top1 | 98.60 % | 98.40 % | 1,000 test samples |\n" in page
     assert "| time a sample | 0.200 ms | 0.100 ms | ratio 0.50, 1 thread |\n" in page
-    assert "| ONNX Runtime | – | – | 0 steps from torch, 100.00 % same class |\n" in page
+    assert "| ONNX Runtime | – | – | 0 steps from torch, all same class |\n" in page
     assert "peak memory" not in page
     assert "## Warnings" not in page
     assert page.endswith("}\n```\n")
@@ -193,13 +193,13 @@ def test_markdown_shows_every_layer_and_escapes_its_cells() -> None:
 def test_the_console_shows_the_same_numbers(width: int) -> None:
     stream = io.StringIO()
     values = measured() | {"warnings": ["[bold] is no markup"]}
-    values["layers"][1]["reason"] = "excluded"
     render.tables(complete(values), Console(file=stream, width=width))
     shown = [" ".join(line.split()) for line in stream.getvalue().splitlines()]
     assert "lenet5: 2-bit weights, 8-bit activations" in shown
     assert "top1 98.60 % 98.40 % 1,000 test samples" in shown
     assert "features.0 Conv 500 W2A8 0.0625 -0.001 9.3 240" in shown
-    assert "attn|proj Gemm 1,500 – – – – 6,000 excluded" in shown
+    assert "attn|proj Gemm 1,500 float – – – 6,000" in shown
+    assert "attn|proj: excluded by 'attn*'" in shown
     assert "file 100.0 kB 8.0 kB 12.5x smaller, 24.50 bits a weight" in shown
     assert "ONNX Runtime executes 1 QLinearConv, 1 Gemm." in shown
     assert "warning: [bold] is no markup" in shown
