@@ -107,6 +107,30 @@ def _global_average_pool(
     return _quantize(y, out_scale, out_zero_point)
 
 
+def _average_pool(
+    codes: Value, in_scale: float, in_zero_point: int, out_scale: float, out_zero_point: int,
+    kernel: Sequence[int], stride: Sequence[int], pads: Sequence[int],
+) -> Value:  # fmt: skip
+    x = _dequantize(codes, in_scale, in_zero_point)
+    y = op.AveragePool(
+        x, kernel_shape=list(kernel), strides=list(stride), pads=list(pads), count_include_pad=1
+    )
+    return _quantize(y, out_scale, out_zero_point)
+
+
+def _sigmoid(
+    codes: Value, in_scale: float, in_zero_point: int, out_scale: float, out_zero_point: int
+) -> Value:
+    return _quantize(op.Sigmoid(_dequantize(codes, in_scale, in_zero_point)), out_scale, out_zero_point)
+
+
+def _leaky_relu(
+    codes: Value, in_scale: float, in_zero_point: int, out_scale: float, out_zero_point: int, slope: float
+) -> Value:
+    y = op.LeakyRelu(_dequantize(codes, in_scale, in_zero_point), alpha=slope)
+    return _quantize(y, out_scale, out_zero_point)
+
+
 def _view(x: Value, size: Sequence[Any]) -> Value:
     """Return a reshape with the one dimension that is not fixed (the batch) as -1, without Shape nodes."""
     dynamic = [i for i, s in enumerate(size) if not isinstance(s, int)]
@@ -131,5 +155,8 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     _ops.mul.default: _mul,
     _ops.cat.default: _cat,
     _ops.global_average_pool.default: _global_average_pool,
+    _ops.average_pool.default: _average_pool,
+    _ops.sigmoid.default: _sigmoid,
+    _ops.leaky_relu.default: _leaky_relu,
     torch.ops.aten.view.default: _view,
 }

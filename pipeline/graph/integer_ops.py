@@ -211,6 +211,63 @@ def _global_average_pool_fake(
     return codes.new_empty((*codes.shape[:2], *[1] * (codes.ndim - 2)))
 
 
+def _average_pool(
+    codes: Tensor, in_scale: float, in_zero_point: int, out_scale: float, out_zero_point: int,
+    kernel: Sequence[int], stride: Sequence[int], pads: Sequence[int],
+) -> Tensor:  # fmt: skip
+    """Return codes [N, C, H', W'], means over windows of [N, C, H, W]; padding counts (as ONNX Runtime)."""
+    pooled = arithmetic.average_pool(
+        codes.numpy(force=True),
+        kernel,
+        stride,
+        pads,
+        True,
+        in_scale,
+        in_zero_point,
+        out_scale,
+        out_zero_point,
+    )
+    return torch.from_numpy(pooled)
+
+
+def _average_pool_fake(
+    codes: Tensor, in_scale: float, in_zero_point: int, out_scale: float, out_zero_point: int,
+    kernel: Sequence[int], stride: Sequence[int], pads: Sequence[int],
+) -> Tensor:  # fmt: skip
+    padding = list(pads[: len(pads) // 2])
+    return F.avg_pool2d(codes.float(), list(kernel), list(stride), padding).to(torch.uint8)
+
+
+def _sigmoid(
+    codes: Tensor, in_scale: float, in_zero_point: int, out_scale: float, out_zero_point: int
+) -> Tensor:
+    """Return codes of the sigmoid (QLinearSigmoid)."""
+    table = arithmetic.unary_table(arithmetic.sigmoid, in_scale, in_zero_point, out_scale, out_zero_point)
+    return _lookup(torch.from_numpy(table), codes)
+
+
+def _sigmoid_fake(
+    codes: Tensor, in_scale: float, in_zero_point: int, out_scale: float, out_zero_point: int
+) -> Tensor:
+    return torch.empty_like(codes)
+
+
+def _leaky_relu(
+    codes: Tensor, in_scale: float, in_zero_point: int, out_scale: float, out_zero_point: int, slope: float
+) -> Tensor:
+    """Return codes of x where it is positive, slope·x elsewhere (QLinearLeakyRelu)."""
+    table = arithmetic.unary_table(
+        lambda x: arithmetic.leaky_relu(x, slope), in_scale, in_zero_point, out_scale, out_zero_point
+    )
+    return _lookup(torch.from_numpy(table), codes)
+
+
+def _leaky_relu_fake(
+    codes: Tensor, in_scale: float, in_zero_point: int, out_scale: float, out_zero_point: int, slope: float
+) -> Tensor:
+    return torch.empty_like(codes)
+
+
 def _same(x: Tensor, scale: float, zero_point: int) -> Tensor:
     return torch.empty_like(x, dtype=torch.uint8)
 
@@ -232,3 +289,6 @@ _define("add", _add, _binary_fake)
 _define("mul", _mul, _binary_fake)
 _define("cat", _cat, _cat_fake)
 _define("global_average_pool", _global_average_pool, _global_average_pool_fake)
+_define("average_pool", _average_pool, _average_pool_fake)
+_define("sigmoid", _sigmoid, _sigmoid_fake)
+_define("leaky_relu", _leaky_relu, _leaky_relu_fake)

@@ -174,6 +174,47 @@ class IntegerGlobalAveragePool(nn.Module):
         return y if self.keep_dims else y.flatten(1)
 
 
+class IntegerAveragePool(nn.Module):
+    """Mean over windows; padding is zero and counts."""
+
+    def __init__(
+        self,
+        source: CodeFormat,
+        out: CodeFormat,
+        kernel: Sequence[int],
+        stride: Sequence[int],
+        pad: Sequence[int],
+    ) -> None:
+        super().__init__()
+        self.source, self.out = source, out
+        self.kernel, self.stride, self.pads = list(kernel), list(stride), [*pad, *pad]
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """Return codes [N, C, H', W'] for codes [N, C, H, W]."""
+        return _ops.average_pool(codes, *self.source, *self.out, self.kernel, self.stride, self.pads)
+
+
+class IntegerUnary(nn.Module):
+    """A function of one value, tabulated over the 256 codes.
+
+    Args:
+        op: sigmoid or leaky_relu.
+        source: format of the input.
+        out: format of the output.
+        slope: of leaky_relu below zero.
+    """
+
+    def __init__(self, op: str, source: CodeFormat, out: CodeFormat, slope: float = 0.0) -> None:
+        super().__init__()
+        self.op, self.source, self.out, self.slope = op, source, out, slope
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """Return the function of ``codes`` (any shape)."""
+        if self.op == "sigmoid":
+            return _ops.sigmoid(codes, *self.source, *self.out)
+        return _ops.leaky_relu(codes, *self.source, *self.out, self.slope)
+
+
 class CodeRelu(nn.Module):
     """ReLU on codes: the maximum with the code of zero."""
 

@@ -253,6 +253,12 @@ class _Lowering:
             return layers.IntegerCat(formats, dim, out)
         if op == "global_average_pool":
             return layers.IntegerGlobalAveragePool(formats[0], out, operators.keeps_dims(anchor))
+        if op == "average_pool":
+            kernel, stride, pad, *_ = operators.average_pool_arguments(anchor)
+            return layers.IntegerAveragePool(formats[0], out, kernel, stride, pad)
+        if op in ("sigmoid", "leaky_relu"):
+            slope = float(cast(float, anchor.args[1])) if len(anchor.args) > 1 else 0.01
+            return layers.IntegerUnary(op, formats[0], out, slope)
         raise JobError(f"{site.name}: no integer layer for {anchor.target}")
 
     # Weights

@@ -30,6 +30,8 @@ MOVING = frozenset({
     aten.upsample_nearest2d.vec, aten.max_pool1d.default, aten.max_pool2d.default, operator.getitem,
 })  # fmt: skip
 
+_UNARY = {aten.sigmoid.default: "sigmoid", aten.leaky_relu.default: "leaky_relu"}
+
 _CLAMPS = {aten.relu.default: (0.0, math.inf), aten.relu6.default: (0.0, 6.0)}
 
 
@@ -51,7 +53,10 @@ def clamp_range(node: fx.Node) -> tuple[float, float] | None:
 
 
 def integer_function(node: fx.Node) -> str | None:
-    """Return the integer operator that computes ``node`` (add, mul, cat, global_average_pool), or None."""
+    """Return the integer operator that computes ``node``, or None.
+
+    It is add, mul, cat, global_average_pool, average_pool, sigmoid or leaky_relu.
+    """
     if node.op != "call_function":
         return None
     if node.target in (aten.add.Tensor, aten.mul.Tensor):
@@ -62,7 +67,26 @@ def integer_function(node: fx.Node) -> str | None:
         return "cat"
     if _is_global_average(node):
         return "global_average_pool"
-    return None
+    if node.target is aten.avg_pool2d.default and not any(average_pool_arguments(node)[3:]):
+        return "average_pool"
+    return _UNARY.get(node.target)
+
+
+def average_pool_arguments(node: Any) -> tuple[list[int], list[int], list[int], bool, Any]:
+    """Return kernel, stride, padding, ceil_mode and divisor of an average pool.
+
+    Padding that does not count in the divisor is reported as ceil_mode: both have no integer form here.
+    """
+    given = [*node.args[1:], *[None] * 6]
+    kernel, stride, padding, ceil, include, divisor = given[:6]
+    pair = _pair(padding or 0)
+    excluded = any(pair) and include is False
+    return _pair(kernel), _pair(stride or kernel), pair, bool(ceil) or excluded, divisor
+
+
+def _pair(value: Any) -> list[int]:
+    values = [value] if isinstance(value, int) else list(value)
+    return values * 2 if len(values) == 1 else values
 
 
 def _is_global_average(node: Any) -> bool:
