@@ -6,9 +6,7 @@ same bytes in every folder and process.
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +23,7 @@ from ul2q.exporters.unpacking import Unpacker
 from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.files import write_bytes
-from ul2q.pipeline.graph.capture import Captured
+from ul2q.pipeline.graph.capture import Captured, quiet
 from ul2q.pipeline.graph.layers import LoweredWeight
 from ul2q.pipeline.graph.lower import Lowered
 
@@ -134,10 +132,10 @@ def _export(module: nn.Module, example: Sequence[Tensor], opset: int) -> ir.Mode
     if opset not in OPSETS:
         raise UsageError(f"--opset {opset}: supported are {min(OPSETS)} to {max(OPSETS)}")
     inputs = tuple(torch.cat([x[:1], x[:1]]) for x in example)
-    program = torch.export.export(
-        module.eval(), inputs, dynamic_shapes=tuple({0: Dim.DYNAMIC} for _ in inputs), strict=False
-    )
-    with _quiet():
+    with quiet():
+        program = torch.export.export(
+            module.eval(), inputs, dynamic_shapes=tuple({0: Dim.DYNAMIC} for _ in inputs), strict=False
+        )
         exported = torch.onnx.export(
             program, dynamo=True, verbose=False, optimize=False, opset_version=opset,
             custom_translation_table=TRANSLATIONS,
@@ -147,18 +145,6 @@ def _export(module: nn.Module, example: Sequence[Tensor], opset: int) -> ir.Mode
     model = exported.model
     model.ir_version = OPSETS[opset][0]
     return model
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the exporter's notes about optional packages that are not installed."""
-    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _layer_bytes(graph: ir.Graph, weights: Mapping[str, LoweredWeight]) -> dict[str, int]:

@@ -48,6 +48,10 @@ def _dequantize_weight(weight: Value, scale: Value, zero_point: int, axis: int) 
     return op.Mul(w, op.Reshape(scale, _constant(shape, np.int64)))
 
 
+def _relu(codes: Value, zero_point: int) -> Value:
+    return op.Max(codes, _constant(zero_point, np.uint8))
+
+
 def _conv(
     codes: Value, weight: Value, weight_scale: Value, bias: Value, bias_scale: Value, in_scale: float,
     in_zero_point: int, weight_zero_point: int, out_scale: float, out_zero_point: int, stride: Sequence[int],
@@ -144,11 +148,27 @@ def _view(x: Value, size: Sequence[Any]) -> Value:
     return op.Reshape(x, op.Concat(*parts, axis=0))
 
 
+def _split(x: Value, split_size: int, dim: int = 0) -> Sequence[Value]:
+    whole, rest = divmod(x.shape[dim], split_size)
+    return _split_with_sizes(x, [split_size] * whole + [rest] * (rest > 0), dim)
+
+
+def _split_with_sizes(x: Value, split_sizes: Sequence[int], dim: int = 0) -> Sequence[Value]:
+    """Return one Slice a part: torch.onnx makes a sequence, and the runtime has no sequences of codes."""
+    ends = np.cumsum(split_sizes)
+    axis = _constant([dim], np.int64)
+    return [
+        op.Slice(x, _constant([end - size], np.int64), _constant([end], np.int64), axis)
+        for size, end in zip(split_sizes, ends, strict=True)
+    ]
+
+
 _ops = torch.ops.ul2q
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     _ops.quantize.default: _quantize,
     _ops.dequantize.default: _dequantize,
     _ops.dequantize_weight.default: _dequantize_weight,
+    _ops.relu.default: _relu,
     _ops.conv.default: _conv,
     _ops.linear.default: _linear,
     _ops.add.default: _add,
@@ -159,4 +179,6 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     _ops.sigmoid.default: _sigmoid,
     _ops.leaky_relu.default: _leaky_relu,
     torch.ops.aten.view.default: _view,
+    torch.ops.aten.split.Tensor: _split,
+    torch.ops.aten.split_with_sizes.default: _split_with_sizes,
 }

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ul2q.pipeline.errors import JobError
+from ul2q.pipeline.errors import JobError, UsageError
 from ul2q.pipeline.graph.lower import Lowered
 from ul2q.runtimes import onnxruntime as runtime
 
@@ -97,13 +97,20 @@ def verify(
 
 
 def _session_with(path: Path, tensors: Sequence[str]) -> tuple[Any, list[str]]:
-    """Return a session that also gives ``tensors`` from inside the file, and the names of its own outputs."""
+    """Return a session that also gives ``tensors`` from inside the file, and the names of its own outputs.
+
+    Raises:
+        JobError: the runtime does not load the file.
+    """
     model = onnx.ModelProto()
     model.CopyFrom(runtime.load_model(path))
     outputs = [output.name for output in model.graph.output]
     extra = [name for name in dict.fromkeys(tensors) if name not in outputs]
     model.graph.output.extend(onnx.helper.make_empty_tensor_value_info(name) for name in extra)
-    return runtime.session(model), outputs
+    try:
+        return runtime.session(model), outputs
+    except UsageError as error:  # of anyone else's file it would be the user's business
+        raise JobError(f"{path.name} does not load in this ONNX Runtime: {error}") from error
 
 
 def run_with_codes(lowered: Lowered, inputs: Sequence[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:

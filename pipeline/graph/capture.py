@@ -95,7 +95,7 @@ def capture(model: nn.Module, example: Sequence[Tensor]) -> Captured:
 def _capture(model: nn.Module, example: list[Tensor]) -> Captured:
     _check_runs(model, example)
     try:
-        with _quiet():
+        with quiet():
             program = export(
                 model, tuple(example), dynamic_shapes=tuple({0: Dim.DYNAMIC} for _ in example), strict=False
             )
@@ -105,7 +105,7 @@ def _capture(model: nn.Module, example: list[Tensor]) -> Captured:
             "control flow that depends on data or on the batch size must be rewritten with tensor operations"
         ) from error
     _keep_dropout(program.graph_module)
-    with _quiet():
+    with quiet():
         # An empty table decomposes nothing: it makes the graph functional, so that no value is overwritten.
         unlifted = cast(fx.GraphModule, program.run_decompositions({}).module(check_guards=False))
     builder = LayerBuilder(unlifted, model)
@@ -145,8 +145,8 @@ def _first_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence torch.export: what it has to say is about its own code, or becomes our error."""
+def quiet() -> Iterator[None]:
+    """Silence torch.export and torch.onnx: what they say is about their own code, or becomes our error."""
     level = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -160,17 +160,9 @@ def _quiet() -> Iterator[None]:
 
 
 def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a deep copy of ``module``; the description of its in- and outputs is shared."""
-    codegen = module.graph._codegen
-    module.graph.set_codegen(fx.graph.CodeGen())  # copying a pytree description warns
-    try:
-        copied = copy.deepcopy(module)
-    finally:
-        module.graph.set_codegen(codegen)
-        module.recompile()
-    copied.graph.set_codegen(codegen)
-    copied.recompile()
-    return copied
+    """Return a deep copy of ``module``."""
+    with quiet():
+        return copy.deepcopy(module)
 
 
 def _resized(x: Tensor, batch: int) -> Tensor:

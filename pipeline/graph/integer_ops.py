@@ -276,6 +276,15 @@ def _same_float(codes: Tensor, scale: float, zero_point: int) -> Tensor:
     return torch.empty_like(codes, dtype=torch.float32)
 
 
+def _relu(codes: Tensor, zero_point: int) -> Tensor:
+    """Return the maximum of ``codes`` and the code of zero."""
+    return codes.clamp(min=zero_point)
+
+
+def _relu_fake(codes: Tensor, zero_point: int) -> Tensor:
+    return torch.empty_like(codes)
+
+
 def _weight_fake(weight: Tensor, scale: Tensor, zero_point: int, axis: int) -> Tensor:
     return torch.empty_like(weight, dtype=torch.float32)
 
@@ -283,6 +292,7 @@ def _weight_fake(weight: Tensor, scale: Tensor, zero_point: int, axis: int) -> T
 _define("quantize", _quantize, _same)
 _define("dequantize", _dequantize, _same_float)
 _define("dequantize_weight", _dequantize_weight, _weight_fake)
+_define("relu", _relu, _relu_fake)
 _define("conv", _conv, _conv_fake)
 _define("linear", _linear, _linear_fake)
 _define("add", _add, _binary_fake)

@@ -224,7 +224,7 @@ class CodeRelu(nn.Module):
 
     def forward(self, codes: Tensor) -> Tensor:
         """Return codes (any shape) clamped from below."""
-        return torch.clamp(codes, min=self.source.zero_point)
+        return _ops.relu(codes, self.source.zero_point)
 
 
 class FloatWeighted(nn.Module):

@@ -26,6 +26,8 @@ from ul2q.pipeline.quantize.grid import (
     zero_channels,
 )
 
+aten = torch.ops.aten
+
 # The int32 accumulator, bias included, must never overflow.
 _INT32_MAX = 2**31 - 1
 # Integer bias of a channel that is a constant: exact enough and far from overflow.
@@ -142,15 +144,26 @@ class _Lowering:
                 self._codes(node, name, layers.CodeRelu(self.formats[source]), [source], self.formats[source])
                 return
             if node.target in operators.MOVING:
-                self.env[node] = self.graph.node_copy(node, lambda n: self.env[n])
+                is_pool = node.target is aten.max_pool1d.default
+                copied = self._max_pool1d(node) if is_pool else self.graph.node_copy(node, self._plain)
+                self.env[node] = copied
                 self.formats[node] = self.formats[source]
                 return
-        if node.target is torch.ops.aten.sym_size.int:  # codes have the shape of what they stand for
+        if node.target is aten.sym_size.int:  # codes have the shape of what they stand for
             self.env[node] = self.graph.node_copy(node, self._plain)
             return
         if operators.computes_float(node):
             self.float_operators.append(node.name)
         self.env[node] = self.graph.node_copy(node, self._real)
+
+    def _max_pool1d(self, node: fx.Node) -> fx.Node:
+        """Return the pooling in two dimensions: torch has none in one for codes."""
+        codes, kernel, *rest = cast(Any, node.args)
+        stride, padding, dilation, ceil_mode = [*rest, *([], [0], [1], False)[len(rest) :]]
+        sizes = ([1, *kernel], [1, *stride] if stride else [], [0, *padding], [1, *dilation])
+        x = self.graph.call_function(aten.unsqueeze.default, (self.env[codes], -2))
+        x = self.graph.call_function(aten.max_pool2d.default, (x, *sizes, ceil_mode))
+        return self.graph.call_function(aten.squeeze.dim, (x, -2))
 
     def _stays_coded(self, node: fx.Node) -> bool:
         return operators.clamp_range(node) == (0.0, float("inf"))
