@@ -1,9 +1,13 @@
 """K-FAC: natural gradient descent with Kronecker-factored curvature (Osawa et al. 2019).
 
-``math`` and ``convolution`` are pure functions on tensors, ``layers`` says what is covered, ``hooks``
-captures statistics, ``curvature`` holds factors and inverses, ``optimizer`` ties them together.
+``math``, ``patches``, ``lags`` and ``convolution`` are pure functions on tensors, ``layers`` says what is
+covered, ``hooks`` captures statistics, ``owners``, ``transport``, ``exchange`` and ``collector`` bring them
+to the ranks that own the layers, ``curvature`` holds factors and inverses, ``schedule`` says when they are
+refreshed, ``optimizer`` ties everything together. ``schemes`` and ``recipes`` are the training schemes.
 """
 
 from ul2q.pipeline.kfac.optimizer import KFAC
+from ul2q.pipeline.kfac.options import Options
+from ul2q.pipeline.kfac.recipes import RECIPES, Recipe, recipe
 
-__all__ = ["KFAC"]
+__all__ = ["KFAC", "RECIPES", "Options", "Recipe", "recipe"]

@@ -11,6 +11,9 @@ from ul2q.pipeline.kfac import math
 from ul2q.pipeline.kfac.layers import KroneckerSums, UnitSums
 from ul2q.pipeline.kfac.math import DenseInverse, Inverse, LowRankInverse, Moment
 
+#: batch size n, and how many of its examples the statistics were formed from
+Counts = tuple[int, int]
+
 
 def _pack_moment(moment: Moment) -> dict[str, Tensor]:
     if moment.rows is not None:
@@ -51,11 +54,14 @@ class KroneckerCurvature:
         g: G, the mean over examples and positions of (n g)(n g)ᵀ.
         samples: examples in the newest statistics.
         positions: positions per example in them.
+        keep_history: keep the last two statistics besides the newest, for :meth:`changes`.
         damping: λ of the inverses.
         step: step number of the newest statistics.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keep_history: bool = False) -> None:
+        self.keep_history = keep_history
+        self._history: list[tuple[Moment, Moment]] = []
         self.a: Moment | None = None
         self.g: Moment | None = None
         self.samples = 0
@@ -69,20 +75,31 @@ class KroneckerCurvature:
         """Whether there are inverses to precondition with."""
         return self._inverses is not None
 
-    def update(self, sums: KroneckerSums, samples: int, scale: float, decay: float, step: int) -> None:
+    def update(self, sums: KroneckerSums, counts: Counts, scale: float, decay: float, step: int) -> None:
         """Take new statistics.
 
         Args:
             sums: unnormalised statistics of the whole batch.
-            samples: its size n.
+            counts: its size, and how many of its examples were used.
             scale: what the loss was multiplied with before it was differentiated.
             decay: weight of the old factors in the moving average.
             step: step number.
         """
         # g is the gradient of the mean loss: n g undoes the mean, so that damping does not depend on n.
-        self.a = _average(self.a, sums.a.scaled(1 / samples), decay)
-        self.g = _average(self.g, sums.g.scaled(samples**2 / (sums.rows * scale**2)), decay)
-        self.samples, self.positions, self.step = samples, sums.rows / samples, step
+        n, used = counts
+        self.a = _average(self.a, sums.a.scaled(1 / used), decay)
+        self.g = _average(self.g, sums.g.scaled(n**2 / (sums.rows * scale**2)), decay)
+        self.samples, self.positions, self.step = used, sums.rows / used, step
+        if self.keep_history:
+            self._history = [(self.a, self.g), *self._history[:2]]
+
+    def changes(self) -> tuple[float, float]:
+        """Return the relative change against the last and the last but one statistics, infinite without."""
+        found = [float("inf"), float("inf")]
+        for k, (a, g) in enumerate(self._history[1:]):
+            new_a, new_g = self._history[0]
+            found[k] = max(math.relative_change(new_a, a), math.relative_change(new_g, g))
+        return found[0], found[1]
 
     def invert(self, damping: float) -> str | None:
         """Form the damped inverses (A + π√λ I)^-1 and (G + √λ/π I)^-1.
@@ -121,6 +138,8 @@ class KroneckerCurvature:
         }
         if self.a is not None and self.g is not None:
             state |= {"a": _pack_moment(self.a), "g": _pack_moment(self.g)}
+        if self.keep_history:
+            state["history"] = [[_pack_moment(a), _pack_moment(g)] for a, g in self._history]
         if self._inverses is not None:
             state |= {
                 "a_inverse": _pack_inverse(self._inverses[0]),
@@ -134,6 +153,7 @@ class KroneckerCurvature:
         self.damping, self.step = state["damping"], state["step"]
         self.a = _unpack_moment(state["a"]) if "a" in state else None
         self.g = _unpack_moment(state["g"]) if "g" in state else None
+        self._history = [(_unpack_moment(a), _unpack_moment(g)) for a, g in state.get("history", [])]
         self._inverses = None
         if "a_inverse" in state:
             self._inverses = (_unpack_inverse(state["a_inverse"]), _unpack_inverse(state["g_inverse"]))
@@ -145,12 +165,15 @@ class UnitCurvature:
     Attributes:
         blocks: mean over examples of the outer products of (∂γ, ∂β) [c, 2, 2]; None before the first refresh.
         diagonal: leave out the off-diagonal elements, as [K] does.
+        keep_history: keep the last two statistics besides the newest, for :meth:`changes`.
         samples: examples in the newest statistics.
         damping: λ of the inverses.
         step: step number of the newest statistics.
     """
 
-    def __init__(self, *, diagonal: bool) -> None:
+    def __init__(self, *, diagonal: bool, keep_history: bool = False) -> None:
+        self.keep_history = keep_history
+        self._history: list[Tensor] = []
         self.blocks: Tensor | None = None
         self.diagonal = diagonal
         self.samples = 0
@@ -163,13 +186,23 @@ class UnitCurvature:
         """Whether there are inverses to precondition with."""
         return self._inverse is not None
 
-    def update(self, sums: UnitSums, samples: int, scale: float, decay: float, step: int) -> None:
+    def update(self, sums: UnitSums, counts: Counts, scale: float, decay: float, step: int) -> None:
         """Take new statistics; arguments as for :meth:`KroneckerCurvature.update`."""
-        new = sums.blocks * (samples / scale**2)
+        n, used = counts
+        new = sums.blocks * (n**2 / (used * scale**2))
         if self.diagonal:
             new = new * torch.eye(2, dtype=new.dtype, device=new.device)
         self.blocks = new if self.blocks is None or decay == 0 else torch.lerp(self.blocks, new, 1 - decay)
-        self.samples, self.step = samples, step
+        self.samples, self.step = used, step
+        if self.keep_history:
+            self._history = [self.blocks, *self._history[:2]]
+
+    def changes(self) -> tuple[float, float]:
+        """Return the relative change against the last and the last but one statistics, infinite without."""
+        found = [float("inf"), float("inf")]
+        for k, old in enumerate(self._history[1:]):
+            found[k] = math.ratio(float((self._history[0] - old).norm()), float(old.norm()))
+        return found[0], found[1]
 
     def invert(self, damping: float) -> str | None:
         """Return None after forming (F + λI)^-1, or what went wrong."""
@@ -191,12 +224,15 @@ class UnitCurvature:
             state["blocks"] = self.blocks
         if self._inverse is not None:
             state["inverse"] = self._inverse
+        if self.keep_history:
+            state["history"] = list(self._history)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Undo :meth:`state_dict`."""
         self.samples, self.damping, self.step = state["samples"], state["damping"], state["step"]
         self.blocks, self._inverse = state.get("blocks"), state.get("inverse")
+        self._history = list(state.get("history", []))
 
 
 Curvature = KroneckerCurvature | UnitCurvature

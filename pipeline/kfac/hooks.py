@@ -10,7 +10,7 @@ trace.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,27 @@ from torch import Tensor, nn
 from ul2q.pipeline.kfac.layers import KroneckerSums, Layer, Uncovered, UnitSums
 
 Sums = KroneckerSums | UnitSums
+
+
+class Problems(NamedTuple):
+    """Why statistics of a step cannot be used; the order is known to all ranks."""
+
+    absent: str
+    undifferentiated: str
+    unbatched: str
+    uneven: str
+    twice: str
+    late: str
+
+
+PROBLEMS = Problems(
+    absent="no statistics: it ran in evaluation mode, compiled, or its weight was used without calling it",
+    undifferentiated="no statistics: no gradient came back through its output",
+    unbatched="it was called without a batch dimension",
+    uneven="it was called twice with different batch sizes",
+    twice="one forward pass was differentiated twice",
+    late="it was called again during the backward pass",
+)
 
 
 def _full_precision(x: Tensor) -> Tensor:
@@ -33,29 +54,37 @@ class Record:
 
     Attributes:
         sums: unnormalised statistics, None before the first gradient.
-        samples: examples n.
+        samples: examples n whose gradients have arrived.
+        used: those of them that the statistics were formed from.
+        rows: rows (examples times positions) that forward passes have produced.
         problem: why the statistics cannot be used, or None.
+        error: relative error of A by using a share of the examples, where it was measured.
     """
 
     def __init__(self) -> None:
         self.sums: Sums | None = None
         self.samples = 0
+        self.used = 0
+        self.rows = 0
         self.problem: str | None = None
+        self.error: float | None = None
         self._pass: tuple[int, int] | None = None  # backward pass and its batch size
 
-    def add(self, sums: Sums, samples: int, backward: int) -> None:
+    def add(self, sums: Sums, samples: int, used: int, backward: int) -> None:
         """Add one call.
 
         Args:
             sums: its statistics.
             samples: its batch size.
+            used: examples in ``sums``.
             backward: number of the backward pass.
         """
         if self._pass is None or self._pass[0] != backward:
             self.samples += samples
+            self.used += used
             self._pass = (backward, samples)
         elif self._pass[1] != samples:
-            self.problem = "it was called twice with different batch sizes"
+            self.problem = PROBLEMS.uneven
         self.sums = sums if self.sums is None else self.sums.plus(sums)  # type: ignore[arg-type]
 
 
@@ -63,15 +92,22 @@ class Recorder:
     """Hooks on all layers of a model.
 
     Attributes:
-        enabled: whether forwards are recorded; set it before the forward pass.
-        rows: whether statistics may be kept as rows instead of matrices.
+        wanted: names of the layers to record; set it before the forward pass.
         records: what was collected, by layer name.
+        rows: whether statistics may be kept as rows instead of matrices.
+        share: share of the examples of a batch to use.
+        measure_error: compare A of the share with that of all examples.
+        training_only: ignore layers in evaluation mode.
     """
 
-    def __init__(self, layers: Iterable[Layer], *, rows: bool) -> None:
-        self.enabled = True
-        self.rows = rows
+    def __init__(
+        self, layers: Iterable[Layer], *, rows: bool, share: float = 1.0, training_only: bool = True
+    ) -> None:
+        layers = list(layers)
+        self.wanted = frozenset(layer.name for layer in layers)
         self.records: dict[str, Record] = {}
+        self.rows, self.share, self.training_only = rows, share, training_only
+        self.measure_error = share < 1
         self._handles = [
             layer.module.register_forward_hook(self._forward_hook(layer), with_kwargs=True)
             for layer in layers
@@ -89,33 +125,40 @@ class Recorder:
 
     def _forward_hook(self, layer: Layer) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-            if not (self.enabled and module.training and torch.is_grad_enabled() and output.requires_grad):
+            if layer.name not in self.wanted or not torch.is_grad_enabled() or not output.requires_grad:
+                return
+            if self.training_only and not module.training:
                 return
             x = args[0] if args else kwargs["input"]
             record = self.records.setdefault(layer.name, Record())
+            used = max(1, round(self.share * x.shape[0])) if x.dim() else 0
             try:
                 with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-                    inputs = layer.inputs(_full_precision(x), rows=self.rows)
-            except Uncovered as reason:
-                record.problem = str(reason)
+                    values = _full_precision(x)
+                    inputs = layer.inputs(values, used, rows=self.rows)
+                    if self.measure_error and used < x.shape[0]:
+                        record.error = layer.input_error(values, used)
+            except Uncovered:
+                record.problem = PROBLEMS.unbatched
                 return
-            output.register_hook(self._output_hook(layer, record, inputs, x.shape[0]))
+            record.rows += used * (output.numel() // (output.shape[0] * layer.channels(output)))
+            output.register_hook(self._output_hook(layer, record, inputs, (x.shape[0], used)))
 
         return hook
 
     def _output_hook(
-        self, layer: Layer, record: Record, inputs: Any, samples: int
+        self, layer: Layer, record: Record, inputs: Any, sizes: tuple[int, int]
     ) -> Callable[[Tensor], None]:
         done = False
 
         def hook(g: Tensor) -> None:
             nonlocal done
             if done:
-                record.problem = "one forward pass was differentiated twice"
+                record.problem = PROBLEMS.twice
                 return
             done = True
             with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
-                sums = layer.sums(inputs, _full_precision(g), rows=self.rows)
-            record.add(sums, samples, torch._C._current_graph_task_id())
+                sums = layer.sums(inputs, _full_precision(g[: sizes[1]]), rows=self.rows)
+            record.add(sums, *sizes, torch._C._current_graph_task_id())
 
         return hook

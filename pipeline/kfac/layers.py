@@ -112,11 +112,16 @@ class KroneckerLayer:
             raise Uncovered("it was called without a batch dimension")
         return x
 
-    def inputs(self, x: Tensor, *, rows: bool) -> Moment:
+    def channels(self, output: Tensor) -> int:
+        """Return the size of the channel dimension of an output."""
+        return output.shape[-1 if self.geometry is None else 1]
+
+    def inputs(self, x: Tensor, used: int, *, rows: bool) -> Moment:
         """Second moment of the inputs.
 
         Args:
             x: input of the layer, batch first.
+            used: number of examples, the first ones, to form it from.
             rows: allow the rows themselves where they are smaller.
 
         Returns:
@@ -129,19 +134,25 @@ class KroneckerLayer:
         if self.geometry is None:
             if x.dim() < 2:
                 raise Uncovered("it was called without a batch dimension")
-            samples = math.linear_rows(x, bias)
+            samples = math.linear_rows(x[:used], bias)
             if rows and math.prefer_rows(*samples.shape):
                 return Moment(
                     rows=samples.clone(memory_format=torch.contiguous_format)
                 )  # the caller may write to x in place
             return Moment(matrix=math.gram(samples)[None])
-        x = self._map(x)
+        x = self._map(x)[:used]
         if self.pad_mode is not None:
             x = F.pad(x, self.pad_mode[1], self.pad_mode[0])
         out = self.geometry.output(x.shape[2], x.shape[3])
         if rows and self.groups == 1 and math.prefer_rows(x.shape[0] * out[0] * out[1], d):
             return Moment(rows=patch_rows(x, self.geometry, bias).contiguous())
         return Moment(matrix=convolution.input_moment(x, self.geometry, bias))
+
+    def input_error(self, x: Tensor, used: int) -> float:
+        """Return the relative error ‖A_used − A‖ / ‖A‖ of A formed from the first ``used`` examples."""
+        whole = self.inputs(x, x.shape[0], rows=False).dense() / x.shape[0]
+        part = self.inputs(x, used, rows=False).dense() / used
+        return float((part - whole).norm() / whole.norm())
 
     def sums(self, inputs: Moment, g: Tensor, *, rows: bool) -> KroneckerSums:
         """Statistics once the output gradient is known.
@@ -206,17 +217,31 @@ class BatchNormLayer:
         """γ and β."""
         return self.weight, self.bias
 
-    def inputs(self, x: Tensor, *, rows: bool) -> Tensor:  # noqa: ARG002 (one interface for all layers)
+    def channels(self, output: Tensor) -> int:
+        """Return the size of the channel dimension of an output."""
+        return output.shape[1]
+
+    def inputs(self, x: Tensor, used: int, *, rows: bool) -> Tensor:  # noqa: ARG002 (one interface)
         """x̂ of the batch.
 
         Args:
             x: input of the layer [n, c, *positions].
+            used: number of examples, the first ones, to return; all of them are normalised together.
             rows: without meaning here.
 
         Returns:
-            x̂, shape of x.
+            x̂ of the first ``used`` examples.
         """
-        return math.normalised(x, self.module.eps)
+        module = self.module
+        if module.training or module.running_mean is None or module.running_var is None:
+            statistics = getattr(module, "batch_statistics", None)  # of a normalisation across ranks
+        else:
+            statistics = (module.running_mean, module.running_var)
+        return math.normalised(x, module.eps, statistics)[:used]
+
+    def input_error(self, x: Tensor, used: int) -> float:  # noqa: ARG002
+        """Return 0: x̂ itself is exact."""
+        return 0.0
 
     def sums(self, inputs: Tensor, g: Tensor, *, rows: bool) -> UnitSums:  # noqa: ARG002
         """Statistics once the output gradient is known.

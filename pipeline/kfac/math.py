@@ -114,6 +114,34 @@ class Moment:
         return bool(torch.isfinite(self._tensor).all())
 
 
+def relative_change(new: Moment, old: Moment) -> float:
+    """‖new − old‖_F / ‖old‖_F; with rows, from inner products of rows alone.
+
+    Args:
+        new: a moment of dimension d.
+        old: another of the same dimension.
+
+    Returns:
+        The relative change; infinite if ``old`` alone is zero.
+    """
+    if new.rows is None or old.rows is None:
+        before = old.dense()
+        change, size = float((new.dense() - before).norm()), float(before.norm())
+    else:
+        u, w = new.rows.double(), old.rows.double()
+        size = float((w @ w.T).norm())
+        square = float((u @ u.T).norm()) ** 2 - 2 * float((u @ w.T).norm()) ** 2 + size**2
+        change = max(square, 0.0) ** 0.5
+    return ratio(change, size)
+
+
+def ratio(change: float, size: float) -> float:
+    """Return change / size, with 0 / 0 = 0 and x / 0 infinite."""
+    if size == 0:
+        return 0.0 if change == 0 else float("inf")
+    return change / size
+
+
 def prefer_rows(r: int, d: int) -> bool:
     """Return whether ``r`` rows are cheaper to store and to apply than the d x d matrix.
 

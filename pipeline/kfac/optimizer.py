@@ -1,33 +1,28 @@
-"""K-FAC as a torch optimiser."""
+"""K-FAC as a torch optimiser, for one process or for all ranks of torch.distributed."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
-from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.errors import JobError, UsageError
+from ul2q.pipeline.kfac import record, schemes
+from ul2q.pipeline.kfac.collector import Collector
 from ul2q.pipeline.kfac.curvature import Curvature, KroneckerCurvature, UnitCurvature
-from ul2q.pipeline.kfac.hooks import Record, Recorder
-from ul2q.pipeline.kfac.layers import BatchNormLayer, KroneckerLayer, find_layers
+from ul2q.pipeline.kfac.hooks import PROBLEMS
+from ul2q.pipeline.kfac.layers import BatchNormLayer, KroneckerLayer, Layer, find_layers
+from ul2q.pipeline.kfac.options import Options, check_range
+from ul2q.pipeline.kfac.schedule import AdaptiveSchedule, FixedSchedule, Schedule
+from ul2q.pipeline.kfac.transport import Contribution
 
 logger = logging.getLogger(__name__)
-
-BATCH_NORMS = ("unit", "diagonal", "plain")
-
-
-def _check(
-    name: str, value: float, low: float, *, open_low: bool = False, high: float = float("inf")
-) -> None:
-    if not (value > low if open_low else value >= low) or value > high:
-        bound = f"{'above' if open_low else 'at least'} {low:g}" + (
-            "" if high == float("inf") else f", at most {high:g}"
-        )
-        raise UsageError(f"KFAC: {name} is {value}: it must be {bound}")
 
 
 class KFAC(torch.optim.Optimizer):
@@ -47,15 +42,26 @@ class KFAC(torch.optim.Optimizer):
     gradients enabled, and from all backward passes since the last step: micro-batches whose losses add up to
     the mean over the big batch give the statistics and the update of the big batch.
 
+    Under torch.distributed every layer and every other parameter has one owner, which alone holds its state,
+    and a step has five stages: forward (A) and backward (G) on every rank's own examples; statistics and
+    gradients of all ranks are added up at the owners, while backward still runs; the owners invert,
+    precondition and update; all ranks receive the new weights. The loss of all is the mean of the ranks'
+    losses. Gradients in ``p.grad`` stay local and must not be changed between ``backward`` and ``step``.
+    Accumulation: all micro-batches but the last inside :meth:`no_sync`. Make the optimiser on all ranks
+    together; it gives all of them the model of rank 0. The model must not be wrapped in
+    DistributedDataParallel, which would reduce a second time: it is unwrapped with a warning.
+
     A GradScaler works as with the optimisers of torch (call ``scaler.step(optimizer)``, without ``unscale_``
-    before it); for a scale of one's own set ``loss_scale``.
+    before it), on one rank; for a scale of one's own set ``loss_scale``.
 
     Attributes:
         model: the model.
-        uncovered: module name -> reason, for every module whose parameters take the plain gradient.
+        uncovered: module name -> reason, for every module whose parameters take the plain gradient (what is
+            only found out during training is known to the owner).
         steps: updates done.
         skipped: batches skipped because a gradient was NaN or infinite.
         loss_scale: factor of the loss that ``backward`` saw; divided out of gradients and factors.
+        schedule: when statistics are refreshed.
     """
 
     _step_supports_amp_scaling = True
@@ -63,8 +69,8 @@ class KFAC(torch.optim.Optimizer):
     def __init__(
         self,
         model: nn.Module,
-        lr: float = 1e-2,
-        damping: float = 1e-3,
+        lr: float = 0.03,
+        damping: float = 0.1,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         *,
@@ -72,15 +78,15 @@ class KFAC(torch.optim.Optimizer):
         inverse_interval: int = 10,
         factor_decay: float = 0.0,
         kl_clip: float | None = None,
-        plain_lr: float | None = None,
-        batch_norm: str = "unit",
         loss_scale: float = 1.0,
+        options: Options | None = None,
     ) -> None:
         """Attach the optimiser to a model.
 
         Args:
             model: the model; its trainable parameters must exist (no lazy layers).
-            lr: learning rate η.
+            lr: learning rate η. The defaults of lr, damping and the intervals bring lenet5 on 3,500 augmented
+                digits at batch 64 to 99 % in 12 epochs of a one-cycle schedule.
             damping: λ, may be changed in ``param_groups`` during training.
             momentum: m.
             weight_decay: decoupled from the preconditioner: the term is added after it.
@@ -89,52 +95,57 @@ class KFAC(torch.optim.Optimizer):
             factor_decay: weight of the old factors in a moving average; 0 uses the newest only, as [K] does,
                 and then statistics are taken only on steps that invert.
             kl_clip: κ of ν = min(1, sqrt(κ / |Σ lr²⟨g̃, g⟩|)); None switches the guard off.
-            plain_lr: learning rate of the parameters without curvature; None means ``lr``.
-            batch_norm: ``unit`` (2x2 blocks), ``diagonal``, or ``plain`` (plain gradient).
             loss_scale: see the attribute.
+            options: everything else.
 
         Raises:
             UsageError: a value is out of range.
         """
-        _check("lr", lr, 0)
-        _check("damping", damping, 0, open_low=True)
-        _check("momentum", momentum, 0, high=1)
-        _check("weight_decay", weight_decay, 0)
-        _check("factor_interval", factor_interval, 1)
-        _check("factor_decay", factor_decay, 0, high=1)
-        _check("kl_clip", 1 if kl_clip is None else kl_clip, 0, open_low=True)
-        if inverse_interval < 1 or inverse_interval % factor_interval:
-            multiple = f"use a multiple of factor_interval, {factor_interval}"
-            raise UsageError(f"KFAC: inverse_interval is {inverse_interval}: {multiple}")
-        if batch_norm not in BATCH_NORMS:
-            raise UsageError(f"KFAC: batch_norm is {batch_norm!r}: use one of {', '.join(BATCH_NORMS)}")
-        self.model = model
-        self.factor_interval, self.inverse_interval = factor_interval, inverse_interval
+        _check(lr, damping, momentum, weight_decay, factor_interval, inverse_interval, factor_decay, kl_clip)
+        self.options = options or Options()
+        self.model = _bare(model)
         self.factor_decay, self.loss_scale = factor_decay, loss_scale
         self.steps = self.skipped = 0
-        self._layers, self.uncovered = find_layers(model)
-        if batch_norm == "plain":
+        self._layers, self.uncovered = find_layers(self.model)
+        self._leave_batch_norms()
+        for name, reason in self.uncovered.items():
+            logger.info("K-FAC leaves %s to the plain gradient: %s", name, reason)
+        self.schedule: Schedule = FixedSchedule(factor_interval, inverse_interval, averaging=factor_decay > 0)
+        if self.options.adaptive is not None:
+            self.schedule = AdaptiveSchedule(self._layers, self.options.adaptive)
+        plain_lr = lr if self.options.plain_lr is None else self.options.plain_lr
+        super().__init__(
+            self._groups(plain_lr),
+            {
+                "lr": lr,
+                "damping": damping,
+                "momentum": momentum,
+                "weight_decay": weight_decay,
+                "kl_clip": kl_clip,
+            },
+        )
+        self._collector = Collector(
+            self.model,
+            self._layers,
+            self.options,
+            rows=factor_decay == 0,
+            inverse_interval=inverse_interval,
+        )
+        layers = [unit.layer for unit in self._collector.own if unit.layer is not None]
+        self._curvature = {layer.name: self._new_curvature(layer) for layer in layers}
+        self._arm()
+
+    def _leave_batch_norms(self) -> None:
+        if self.options.batch_norm == "plain":
             for name in [n for n, layer in self._layers.items() if isinstance(layer, BatchNormLayer)]:
                 del self._layers[name]
                 self.uncovered[name] = "batch_norm='plain' was asked for"
-        for name, reason in self.uncovered.items():
-            logger.info("K-FAC leaves %s to the plain gradient: %s", name, reason)
-        self._curvature: dict[str, Curvature] = {
-            name: KroneckerCurvature()
-            if isinstance(layer, KroneckerLayer)
-            else UnitCurvature(diagonal=batch_norm == "diagonal")
-            for name, layer in self._layers.items()
-        }
-        self._recorder = Recorder(self._layers.values(), rows=factor_decay == 0)
-        defaults = {
-            "lr": lr,
-            "damping": damping,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "kl_clip": kl_clip,
-        }
-        super().__init__(self._groups(lr if plain_lr is None else plain_lr), defaults)
-        self._arm()
+
+    def _new_curvature(self, layer: Layer) -> Curvature:
+        keep_history = self.options.adaptive is not None
+        if isinstance(layer, KroneckerLayer):
+            return KroneckerCurvature(keep_history=keep_history)
+        return UnitCurvature(diagonal=self.options.batch_norm == "diagonal", keep_history=keep_history)
 
     def _groups(self, plain_lr: float) -> list[dict[str, Any]]:
         """Return the parameters with curvature, then (if any) those without."""
@@ -144,20 +155,40 @@ class KFAC(torch.optim.Optimizer):
         groups: list[dict[str, Any]] = [{"params": covered}] if covered else []
         return [*groups, {"params": plain, "lr": plain_lr}] if plain else groups
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate only, on several ranks: every micro-batch but the last belongs inside.
+
+        Yields:
+            Nothing.
+        """
+        with self._collector.no_sync():
+            yield
+
+    def _arm(self) -> None:
+        """Prepare for the batches of the next step."""
+        wanted = frozenset(name for name in self._layers if self.schedule.due(name, self.steps))
+        self._collector.arm(wanted, measure_error=self.options.factor_share < 1 and self.steps == 0)
+
     @property
     def refresh_due(self) -> bool:
         """Whether the next step takes new statistics."""
-        return self.steps % (self.factor_interval if self.factor_decay else self.inverse_interval) == 0
+        return bool(self._collector.wanted)
 
-    def _arm(self) -> None:
-        """Switch recording on or off for the batches of the next step."""
-        self._recorder.clear()
-        self._recorder.enabled = self.refresh_due
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of statistics, gradients and weights that this rank has sent to others so far."""
+        return self._collector.sent_bytes
+
+    @property
+    def sampling_error(self) -> dict[str, float]:
+        """Layer name -> relative error of A by ``factor_share``, measured on the first refresh."""
+        return dict(self._collector.sampling_error)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, and the statistics collected with them."""
         super().zero_grad(set_to_none)
-        self._recorder.clear()
+        self._arm()
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -169,68 +200,90 @@ class KFAC(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update the parameters.
 
-        A batch with a NaN or infinite gradient is skipped and counted in ``skipped``.
+        A batch with a NaN or infinite gradient is skipped, on all ranks, and counted in ``skipped``.
 
         Args:
             closure: computes the loss and its gradients again; optional.
 
         Returns:
             The closure's loss, or None.
+
+        Raises:
+            JobError: another rank has ended.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        scale = self._divide_scale()
-        if not self._finite():
+        scale = self._scale()
+        parts = self._collector.collect(scale)
+        if not self._finite(parts):
             self.skipped += 1
             logger.warning("K-FAC skipped a batch: a gradient is NaN or infinite (%d so far)", self.skipped)
             self._arm()
             return loss
-        if self._recorder.enabled:
-            self._refresh(scale)
-        self._update()
+        if self.refresh_due:
+            self._refresh(parts, scale)
+        self._apply(parts, self._directions(parts))
+        self._collector.share_parameters()
         self.steps += 1
         self._arm()
         return loss
 
-    def _divide_scale(self) -> float:
-        """Return the loss scale, after dividing it out of the gradients."""
+    def _scale(self) -> float:
+        """Return what the loss over all ranks was multiplied with: P ranks add up P means.
+
+        Raises:
+            UsageError: a GradScaler is used on several ranks.
+        """
         scale = self.loss_scale
         if isinstance(scaler := getattr(self, "grad_scale", None), Tensor):  # set by torch's GradScaler
+            if self._collector.world > 1:
+                raise UsageError(
+                    "KFAC: GradScaler sees local gradients only: set loss_scale on several ranks"
+                )
             scale *= float(scaler)
-        if scale != 1:
-            for p in self._with_gradient():
-                assert p.grad is not None  # noqa: S101 (just selected)
-                p.grad.div_(scale)
-        return scale
+        return scale * self._collector.world
 
-    def _with_gradient(self) -> Iterable[Tensor]:
-        return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+    def _finite(self, parts: dict[str, Contribution]) -> bool:
+        """Return whether every gradient is finite, on all ranks."""
+        gradients = [g for part in parts.values() for g in part.gradients if g is not None]
+        bad = float(getattr(self, "found_inf", 0.0)) > 0
+        bad = bad or bool(gradients and not torch.isfinite(get_total_norm(gradients)))
+        return self._collector.total([float(bad)]) == [0.0]
 
-    def _finite(self) -> bool:
-        """Return whether every gradient is finite."""
-        if float(getattr(self, "found_inf", 0.0)) > 0:
-            return False
-        gradients = [p.grad for p in self._with_gradient() if p.grad is not None]
-        return not gradients or bool(torch.isfinite(get_total_norm(gradients)))
-
-    def _refresh(self, scale: float) -> None:
-        """Fold in what was recorded, and invert when it is time."""
+    def _refresh(self, parts: dict[str, Contribution], scale: float) -> None:
+        """Fold in the statistics, invert when it is time, and settle the next refresh."""
         damping = self.param_groups[0]["damping"]
-        for name, layer in self._layers.items():
-            record = self._recorder.records.get(name)
-            if any(p.grad is None for p in layer.parameters):
+        intervals = dict.fromkeys(sorted(self._collector.wanted), 0)
+        for name in self._curvature:
+            if name not in intervals:
+                continue
+            part = parts[name]
+            if any(g is None for g in part.gradients):
                 self._leave(name, "no gradient reached it", level=logging.INFO)
-            elif record is None or record.sums is None or record.problem is not None:
-                self._leave(name, _problem(record))
+            elif part.sums is None or part.problem is not None:
+                self._leave(name, part.problem or PROBLEMS.undifferentiated)
             else:
-                self._take(name, record, scale, damping)
+                self._take(name, part, scale, damping)
+            if isinstance(self.schedule, AdaptiveSchedule):
+                intervals[name] = self.schedule.propose(name, self._curvature[name].changes())
+        if isinstance(self.schedule, AdaptiveSchedule):
+            self._settle(self.schedule, intervals)
 
-    def _take(self, name: str, record: Record, scale: float, damping: float) -> None:
+    def _settle(self, schedule: AdaptiveSchedule, intervals: dict[str, int]) -> None:
+        """Let all ranks know the intervals that the owners propose, and log them."""
+        agreed = self._collector.total(list(intervals.values()))
+        intervals = {name: int(interval) for name, interval in zip(intervals, agreed, strict=True)}
+        for name, interval in intervals.items():
+            schedule.refreshed(name, self.steps, interval)
+        logger.info("K-FAC step %d: statistics refreshed, next in %s", self.steps, intervals)
+
+    def _take(self, name: str, part: Contribution, scale: float, damping: float) -> None:
         curvature = self._curvature[name]
-        curvature.update(record.sums, record.samples, scale, self.factor_decay, self.steps)  # type: ignore[arg-type]
-        if self.steps % self.inverse_interval == 0 or not curvature.ready:
+        counts = (part.samples, part.used)
+        curvature.update(part.sums, counts, scale, self.factor_decay, self.steps)  # type: ignore[arg-type]
+        if self.schedule.inverts(name, self.steps) or not curvature.ready:
             complaint = curvature.invert(damping)
             if complaint is not None and curvature.ready:
                 logger.warning("K-FAC, layer %s: %s", name, complaint)
@@ -246,64 +299,119 @@ class KFAC(torch.optim.Optimizer):
         self.uncovered[name] = reason
         logger.log(level, "K-FAC leaves %s to the plain gradient: %s", name, reason)
 
-    def _directions(self) -> dict[Tensor, Tensor]:
-        """Return the preconditioned gradients, of the parameters that have one."""
+    def _directions(self, parts: dict[str, Contribution]) -> dict[Tensor, Tensor]:
+        """Return the preconditioned gradients of this rank's parameters that have one."""
         directions: dict[Tensor, Tensor] = {}
         inner = 0.0
         lr, kl_clip = self.param_groups[0]["lr"], self.param_groups[0]["kl_clip"]
-        for name, layer in self._layers.items():
-            gradients = [p.grad for p in layer.parameters if p.grad is not None]
-            if not self._curvature[name].ready or len(gradients) < len(layer.parameters):
+        for name, curvature in self._curvature.items():
+            layer = self._layers[name]
+            gradients = [g for g in parts[name].gradients if g is not None]
+            if not curvature.ready or len(gradients) < len(layer.parameters):
                 continue
             v = layer.join(gradients[0], gradients[1] if len(gradients) > 1 else None)
-            natural = self._curvature[name].precondition(v)
+            natural = curvature.precondition(v)
             if kl_clip is not None:
                 inner += float((natural * v).sum())
             directions |= dict(zip(layer.parameters, layer.split(natural), strict=True))
-        if kl_clip is not None and lr**2 * abs(inner) > kl_clip:
+        if kl_clip is None:
+            return directions
+        (inner,) = self._collector.total([inner])
+        if lr**2 * abs(inner) > kl_clip:
             nu = (kl_clip / (lr**2 * abs(inner))) ** 0.5
             directions = {p: d * nu for p, d in directions.items()}
         return directions
 
-    def _update(self) -> None:
-        directions = self._directions()
+    def _apply(self, parts: dict[str, Contribution], directions: dict[Tensor, Tensor]) -> None:
+        """Move the parameters that this rank owns."""
+        gradients = {
+            p: g
+            for unit in self._collector.own
+            for p, g in zip(unit.parameters, parts[unit.name].gradients, strict=True)
+            if g is not None
+        }
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is None:
-                    continue
-                direction = directions.get(p, p.grad)
-                if group["weight_decay"]:
-                    direction = direction.add(p, alpha=group["weight_decay"])
-                if group["momentum"] == 0:
-                    p.add_(direction, alpha=-group["lr"])
-                    continue
-                state = self.state[p]
-                if "velocity" not in state:
-                    state["velocity"] = torch.zeros_like(p)
-                state["velocity"].mul_(group["momentum"]).add_(direction, alpha=-group["lr"])
-                p.add_(state["velocity"])
+                if p in gradients:
+                    self._move(p, directions.get(p, gradients[p]), group)
+        if self.options.rescale_weights:
+            for unit in self._collector.own:
+                if isinstance(unit.layer, KroneckerLayer) and unit.layer.weight in gradients:
+                    unit.layer.weight.copy_(schemes.rescaled(unit.layer.weight))
+
+    def _move(self, p: Tensor, direction: Tensor, group: dict[str, Any]) -> None:
+        if group["weight_decay"]:
+            direction = direction.add(p, alpha=group["weight_decay"])
+        if group["momentum"] == 0:
+            p.add_(direction, alpha=-group["lr"])
+            return
+        state = self.state[p]
+        if "velocity" not in state:
+            state["velocity"] = torch.zeros_like(p)
+        state["velocity"].mul_(group["momentum"]).add_(direction, alpha=-group["lr"])
+        p.add_(state["velocity"])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once the optimiser exists: its parameters are those of its model.
+
+        Raises:
+            UsageError: the optimiser exists.
+        """
+        if hasattr(self, "_collector"):
+            raise UsageError("KFAC: its parameters are those of its model: make a new optimiser")
+        super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a resumed run needs, as plain types and tensors.
+        """Everything that a resumed run needs, as plain types and tensors, on one rank.
 
         Returns:
-            The dictionary of torch.optim.Optimizer with a further key ``kfac``: counters, factors and
-            inverses, symmetric matrices packed as triangles.
+            The dictionary of torch.optim.Optimizer with a further key ``kfac``: counters, schedule, factors
+            and inverses, symmetric matrices packed as triangles.
+
+        Raises:
+            JobError: there are several ranks, each with a part: use :meth:`gather_state_dict`.
         """
-        layers = {name: curvature.state_dict() for name, curvature in self._curvature.items()}
+        if self._collector.world > 1:
+            raise JobError(
+                "KFAC: every rank holds a part of the state: call gather_state_dict() on all ranks"
+            )
+        return self._local_state()
+
+    def _local_state(self) -> dict[str, Any]:
         own = {
             "steps": self.steps,
             "skipped": self.skipped,
             "uncovered": dict(self.uncovered),
-            "layers": layers,
+            "schedule": self.schedule.state_dict(),
+            "layers": {name: curvature.state_dict() for name, curvature in self._curvature.items()},
         }
         return super().state_dict() | {"kfac": own}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a :meth:`state_dict` of the same model.
+    def gather_state_dict(self, to: int = 0) -> dict[str, Any] | None:
+        """The whole state on one rank; all ranks must call this together.
 
         Args:
-            state_dict: the dictionary.
+            to: the rank that receives it.
+
+        Returns:
+            What :meth:`state_dict` would return on one rank, fit for any number of ranks; None on the others.
+        """
+        whole: Any = self._local_state()
+        all_parts = self._collector.gather(whole, to)
+        if all_parts is None:
+            return None
+        for part in all_parts:
+            theirs: Any = part
+            whole["state"] |= theirs["state"]
+            for key in ("layers", "uncovered"):
+                whole["kfac"][key] |= theirs["kfac"][key]
+        return whole
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a whole state of the same model; on several ranks every rank keeps its part.
+
+        Args:
+            state_dict: from :meth:`state_dict` or :meth:`gather_state_dict`, of any number of ranks.
 
         Raises:
             UsageError: it is of another optimiser or model.
@@ -314,24 +422,64 @@ class KFAC(torch.optim.Optimizer):
                 "KFAC: the optimiser state is not of K-FAC on this model: train without resuming"
             )
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "kfac"})
+        mine = {p for unit in self._collector.own for p in unit.parameters}
+        for p in [p for p in self.state if p not in mine]:
+            del self.state[p]
         self.steps, self.skipped, self.uncovered = own["steps"], own["skipped"], dict(own["uncovered"])
+        self.schedule.load_state_dict(own["schedule"])
         for name, curvature in self._curvature.items():
             curvature.load_state_dict(own["layers"][name])
         self._arm()
 
-    def factors_state(self) -> dict[str, Any]:
-        """Return the factors for checkpoints, in the form that :mod:`ul2q.pipeline.kfac.record` documents."""
-        from ul2q.pipeline.kfac.record import factors_state
+    def factors_state(self, to: int = 0) -> dict[str, Any] | None:
+        """The factors for checkpoints; on several ranks all must call this together.
 
-        return factors_state(self._layers, self._curvature, self.steps)
+        Args:
+            to: the rank that receives them.
+
+        Returns:
+            The form that :mod:`ul2q.pipeline.kfac.record` documents; None on the other ranks.
+        """
+        local = record.factors_state(self._layers, self._curvature, self.steps)
+        parts = self._collector.gather(local, to)
+        if parts is None:
+            return None
+        return local | {"layers": record.merged(parts, self._layers)}
 
     def remove_hooks(self) -> None:
         """Detach from the model; the optimiser then steps with the curvature it has."""
-        self._recorder.remove()
+        self._collector.remove_hooks()
 
 
-def _problem(record: Record | None) -> str:
-    """Return why a layer with a gradient has no statistics."""
-    if record is None:
-        return "no statistics: it ran in evaluation mode, compiled, or its weight was used without calling it"
-    return record.problem or "no statistics: no gradient came back through its output"
+def _check(
+    lr: float,
+    damping: float,
+    momentum: float,
+    weight_decay: float,
+    factor_interval: int,
+    inverse_interval: int,
+    factor_decay: float,
+    kl_clip: float | None,
+) -> None:
+    check_range("lr", lr, 0)
+    check_range("damping", damping, 0, open_low=True)
+    check_range("momentum", momentum, 0, high=1)
+    check_range("weight_decay", weight_decay, 0)
+    check_range("factor_interval", factor_interval, 1)
+    check_range("factor_decay", factor_decay, 0, high=1)
+    check_range("kl_clip", 1 if kl_clip is None else kl_clip, 0, open_low=True)
+    if inverse_interval < 1 or inverse_interval % factor_interval:
+        multiple = f"use a multiple of factor_interval, {factor_interval}"
+        raise UsageError(f"KFAC: inverse_interval is {inverse_interval}: {multiple}")
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    """Return the model inside DistributedDataParallel or torch.compile."""
+    if isinstance(model, DistributedDataParallel):
+        logger.warning(
+            "K-FAC reduces gradients itself: DistributedDataParallel would do so a second time. "
+            "Train the model inside it (model.module) instead"
+        )
+        return _bare(model.module)
+    inner = getattr(model, "_orig_mod", None)
+    return _bare(inner) if isinstance(inner, nn.Module) else model

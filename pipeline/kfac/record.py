@@ -22,7 +22,7 @@ Columns of A are in the order of ``weight.flatten(1)``.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -50,8 +50,8 @@ def factors_state(
     """Factors of all Kronecker-factored layers that have any.
 
     Args:
-        layers: the covered layers.
-        curvature: their curvature, by the same names.
+        layers: the covered layers by name.
+        curvature: the curvature of those that this rank owns.
         step: number of the step to come, from which ``age`` counts.
         fisher: where the labels came from, ``empirical`` or ``mc``.
 
@@ -59,8 +59,8 @@ def factors_state(
         The dictionary above.
     """
     entries: dict[str, Any] = {}
-    for name, layer in layers.items():
-        found = curvature[name]
+    for name, found in curvature.items():
+        layer = layers[name]
         if not isinstance(layer, KroneckerLayer) or not isinstance(found, KroneckerCurvature):
             continue
         if found.a is None or found.g is None:
@@ -79,3 +79,17 @@ def factors_state(
             "weight_sha256": weight_sha256(layer.weight),
         }
     return {"format": FORMAT, "fisher": fisher, "layers": entries}
+
+
+def merged(parts: Iterable[Mapping[str, Any]], names: Iterable[str]) -> dict[str, Any]:
+    """Entries of all ranks in one dictionary.
+
+    Args:
+        parts: what :func:`factors_state` gave on every rank.
+        names: layer names in the order wanted.
+
+    Returns:
+        The ``layers`` of the whole.
+    """
+    found = {name: entry for part in parts for name, entry in part["layers"].items()}
+    return {name: found[name] for name in names if name in found}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ul2q.pipeline.errors import UsageError
-from ul2q.pipeline.kfac import KFAC
+from ul2q.pipeline.kfac import KFAC, Options
 
 
 def _batch(
@@ -138,7 +138,7 @@ def test_the_update_of_batch_norm(batch_norm: str) -> None:
     with torch.no_grad():
         module.weight.copy_(torch.tensor([0.0, -1.0, 2.0]))
     x, weights = torch.randn(5, 3, 2, 2, dtype=torch.float64), torch.randn(5, 3, 2, 2, dtype=torch.float64)
-    optimizer = KFAC(module, lr=1.0, damping=0.3, momentum=0, batch_norm=batch_norm)
+    optimizer = KFAC(module, lr=1.0, damping=0.3, momentum=0, options=Options(batch_norm=batch_norm))
     (module(x) * weights).sum((1, 2, 3)).mean().backward()
     gamma, beta = (p.detach().clone() for p in (module.weight, module.bias))
     mean, var = x.mean((0, 2, 3), keepdim=True), x.var((0, 2, 3), correction=0, keepdim=True)
@@ -443,12 +443,28 @@ def test_the_closure_and_the_schedulers_of_torch_work() -> None:
         ({"momentum": 1.5}, "momentum is 1.5"),
         ({"factor_interval": 3, "inverse_interval": 10}, "multiple"),
         ({"kl_clip": 0.0}, "kl_clip"),
-        ({"batch_norm": "full"}, "batch_norm"),
     ],
 )
 def test_values_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         KFAC(nn.Linear(2, 2), **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_norm": "full"},
+        {"transport": "int8"},
+        {"adaptive": 0.0},
+        {"factor_share": 0.0},
+        {"factor_share": 1.5},
+        {"plain_lr": -1.0},
+        {"bucket_bytes": 0},
+    ],
+)
+def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(options))):
+        Options(**options)
 
 
 def test_it_reaches_a_lower_loss_than_sgd_in_equal_steps() -> None:

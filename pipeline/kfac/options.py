@@ -1,0 +1,84 @@
+"""Settings of K-FAC that rarely change, checked when they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ul2q.pipeline.errors import UsageError
+
+BATCH_NORMS = ("unit", "diagonal", "plain")
+TRANSPORTS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def check_range(
+    name: str, value: float, low: float, *, open_low: bool = False, high: float = float("inf")
+) -> None:
+    """Refuse a value outside a range.
+
+    Args:
+        name: the setting.
+        value: its value.
+        low: least value.
+        open_low: exclude ``low`` itself.
+        high: largest value.
+
+    Raises:
+        UsageError: the value is outside, or no number.
+    """
+    if not (value > low if open_low else value >= low) or value > high:
+        above = f"{'above' if open_low else 'at least'} {low:g}"
+        below = "" if high == float("inf") else f" and at most {high:g}"
+        raise UsageError(f"KFAC: {name} is {value}: it must be {above}{below}")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings of K-FAC that rarely change.
+
+    Attributes:
+        plain_lr: learning rate of the parameters without curvature; None means ``lr``.
+        batch_norm: ``unit`` (2x2 blocks), ``diagonal`` ([K]), or ``plain`` (plain gradient).
+        rescale_weights: after every update shrink the weights of linear layers and convolutions to the norm
+            sqrt(2 d_out) where they exceed it, as the paper does.
+        adaptive: relative change of the statistics below which their refresh interval grows (the rule of
+            :func:`ul2q.pipeline.kfac.schedule.next_interval`, the paper's value is 0.1); replaces both
+            fixed intervals. None keeps the fixed ones.
+        factor_share: share of a batch's examples that statistics are formed from; below 1 is cheaper and
+            unbiased but noisier. ``KFAC.sampling_error`` says by how much.
+        transport: type in which statistics and gradients travel between ranks: float32, float16 or
+            bfloat16; None sends them in the type of the parameters. Sums are formed in float32 or wider.
+        bucket_bytes: gradients are sent in buckets of about this size.
+        distributed: work together with the other ranks of torch.distributed; None does so if it is
+            initialised with more than one rank.
+    """
+
+    plain_lr: float | None = None
+    batch_norm: str = "unit"
+    rescale_weights: bool = False
+    adaptive: float | None = None
+    factor_share: float = 1.0
+    transport: str | None = None
+    bucket_bytes: int = 4 << 20
+    distributed: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            UsageError: a value is out of range.
+        """
+        check_range("plain_lr", self.plain_lr or 0, 0)
+        check_range("adaptive", 1 if self.adaptive is None else self.adaptive, 0, open_low=True)
+        check_range("factor_share", self.factor_share, 0, open_low=True, high=1)
+        check_range("bucket_bytes", self.bucket_bytes, 1)
+        if self.batch_norm not in BATCH_NORMS:
+            raise UsageError(f"KFAC: batch_norm is {self.batch_norm!r}: use one of {', '.join(BATCH_NORMS)}")
+        if self.transport is not None and self.transport not in TRANSPORTS:
+            raise UsageError(f"KFAC: transport is {self.transport!r}: use one of {', '.join(TRANSPORTS)}")
+
+    @property
+    def transport_type(self) -> torch.dtype | None:
+        """The transport type, None for that of the parameters."""
+        return None if self.transport is None else TRANSPORTS[self.transport]

@@ -1,0 +1,95 @@
+"""Named settings from the paper's table: starting points, not promises.
+
+They are the authors' for a ResNet-50-D on ImageNet ([K] and its public implementation [ck]); with another
+network or data set the learning rate and the damping must be searched again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.kfac import schemes
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One row of the table.
+
+    Attributes:
+        batch: samples per update.
+        epochs: epochs of training.
+        lr: η_0.
+        momentum: m_0, tied to the learning rate.
+        power: p of the polynomial decay.
+        start: e_start in epochs.
+        end: e_end in epochs.
+        damping: λ.
+        mixup: α of running mixup; 0 switches it off.
+        erase: random erasing.
+        rescale_weights: shrink weights after every update.
+    """
+
+    batch: int
+    epochs: int
+    lr: float
+    momentum: float
+    power: float
+    start: float
+    end: float
+    damping: float
+    mixup: float
+    erase: bool = True
+    rescale_weights: bool = True
+
+    def at(self, epoch: float) -> dict[str, float]:
+        """Learning rate and momentum at a point of training.
+
+        Args:
+            epoch: epochs done, a fraction within an epoch.
+
+        Returns:
+            ``lr`` and ``momentum``, to be set in every parameter group (``lr`` times the group's own share).
+        """
+        lr = self.lr * schemes.polynomial_decay(epoch, self.start, self.end, self.power)
+        return {"lr": lr, "momentum": schemes.tied_momentum(self.momentum, lr, self.lr)}
+
+    def apply(self, groups: list[dict[str, Any]], epoch: float) -> None:
+        """Set the schedule in the parameter groups of an optimiser.
+
+        Args:
+            groups: ``optimizer.param_groups``.
+            epoch: epochs done, a fraction within an epoch.
+        """
+        values = self.at(epoch)
+        for group in groups:
+            share = group.setdefault("lr_share", group["lr"] / self.lr)
+            group["lr"], group["momentum"] = values["lr"] * share, values["momentum"]
+
+
+RECIPES = {
+    "osawa-4096": Recipe(4096, 35, 8.18e-3, 0.997, 11, 1, 53, 2.5e-4, 0.4),
+    "osawa-8192": Recipe(8192, 35, 1.25e-2, 0.993, 8, 1, 53.5, 2.5e-4, 0.4),
+    "osawa-16384": Recipe(16384, 35, 2.5e-2, 0.985, 8, 1, 53.5, 2.5e-4, 0.4),
+    "osawa-32768": Recipe(32768, 45, 3e-2, 0.97, 3.5, 1.5, 49.5, 2e-4, 0.6),
+    "osawa-65536": Recipe(65536, 60, 4e-2, 0.95, 2.9, 2, 64.5, 1.5e-4, 0.6),
+    "osawa-131072": Recipe(131072, 100, 7e-2, 0.93, 3.0, 1, 95, 1e-4, 1.0),
+}
+
+
+def recipe(name: str) -> Recipe:
+    """Find a recipe.
+
+    Args:
+        name: for example ``osawa-8192``.
+
+    Returns:
+        The recipe.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+    if name not in RECIPES:
+        raise UsageError(f"recipe is {name!r}: use one of {', '.join(RECIPES)}")
+    return RECIPES[name]
