@@ -3,11 +3,24 @@
 ``math``, ``patches``, ``lags`` and ``convolution`` are pure functions on tensors, ``layers`` says what is
 covered, ``hooks`` captures statistics, ``owners``, ``transport``, ``exchange`` and ``collector`` bring them
 to the ranks that own the layers, ``curvature`` holds factors and inverses, ``schedule`` says when they are
-refreshed, ``optimizer`` ties everything together. ``schemes`` and ``recipes`` are the training schemes.
+refreshed, ``optimizer`` ties everything together. ``schemes`` and ``recipes`` are the training schemes,
+``sync_batch_norm`` normalises over all ranks, ``fisher`` collects the factors of a trained model.
 """
 
+from ul2q.pipeline.kfac.fisher import collect_factors
 from ul2q.pipeline.kfac.optimizer import KFAC
 from ul2q.pipeline.kfac.options import Options
 from ul2q.pipeline.kfac.recipes import RECIPES, Recipe, recipe
+from ul2q.pipeline.kfac.sync_batch_norm import SyncBatchNorm
+from ul2q.pipeline.kfac.sync_batch_norm import convert as convert_sync_batch_norm
 
-__all__ = ["KFAC", "RECIPES", "Options", "Recipe", "recipe"]
+__all__ = [
+    "KFAC",
+    "RECIPES",
+    "Options",
+    "Recipe",
+    "SyncBatchNorm",
+    "collect_factors",
+    "convert_sync_batch_norm",
+    "recipe",
+]

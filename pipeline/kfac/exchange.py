@@ -9,38 +9,16 @@ broadcast per owner.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ul2q.pipeline.errors import JobError
+from ul2q.pipeline.kfac.communication import communication
 from ul2q.pipeline.kfac.owners import Unit
 from ul2q.pipeline.kfac.transport import Contribution, Form, decode, encode, segment_bytes
-
-logger = logging.getLogger(__name__)
-
-
-@contextmanager
-def communication() -> Iterator[None]:
-    """Turn a failed collective into one clear message.
-
-    Yields:
-        Nothing.
-
-    Raises:
-        JobError: another rank has ended or cannot be reached.
-    """
-    try:
-        yield
-    except JobError:
-        raise
-    except RuntimeError as error:
-        first = str(error).splitlines()[0]
-        raise JobError(f"rank {dist.get_rank()} lost the others, this run cannot go on: {first}") from error
 
 
 class _Bucket:

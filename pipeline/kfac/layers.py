@@ -23,6 +23,7 @@ from torch.nn.utils import parametrize
 from ul2q.pipeline.kfac import convolution, math
 from ul2q.pipeline.kfac.math import Moment
 from ul2q.pipeline.kfac.patches import Geometry, patch_rows
+from ul2q.pipeline.kfac.sync_batch_norm import SyncBatchNorm
 
 
 class Uncovered(Exception):  # noqa: N818 (an answer rather than an error)
@@ -351,7 +352,7 @@ def _convolution(name: str, module: nn.Conv1d | nn.Conv2d) -> Layer:
     return KroneckerLayer(name, kind, module, weight, bias, geometry, pad_mode)
 
 
-@covers(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+@covers(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, SyncBatchNorm)
 def _batch_norm(name: str, module: nn.modules.batchnorm._BatchNorm) -> Layer:
     shape = (module.num_features,)
     weight, bias = trainable(module, "weight", shape), trainable(module, "bias", shape)

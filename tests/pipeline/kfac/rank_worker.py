@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ul2q.pipeline.kfac import KFAC, Options
+from ul2q.pipeline.kfac import KFAC, Options, collect_factors, convert_sync_batch_norm
 
 
 def convolutional(dtype: torch.dtype) -> nn.Module:
@@ -70,9 +70,7 @@ def build(spec: dict[str, Any]) -> tuple[nn.Module, KFAC]:
     torch.manual_seed(spec.get("seed", 0) + (dist.get_rank() if spec.get("differ") else 0))
     model = MODELS[spec.get("model", "convolutional")](spec.get("dtype", torch.float64))
     if spec.get("sync_bn"):
-        from ul2q.pipeline.kfac.sync_batch_norm import convert
-
-        model = convert(model)
+        model = convert_sync_batch_norm(model)
     kfac = KFAC(model, **{"lr": 0.01} | spec.get("kfac", {}), options=Options(**spec.get("options", {})))
     if "state" in spec:
         model.load_state_dict(spec["weights"])
@@ -157,7 +155,39 @@ def wrapped(_spec: dict[str, Any]) -> tuple[list[str], bool]:
     return said, kfac.model is inner
 
 
-TASKS = {task.__name__: task for task in (train, two_backwards, discard, unused_on_one, wrapped)}
+def normalise(_spec: dict[str, Any]) -> dict[str, Any]:
+    """Batch normalisation of a share of unequal size: outputs, gradients, running statistics."""
+    g = torch.Generator().manual_seed(0)
+    x = (torch.randn(10, 3, 2, 2, generator=g, dtype=torch.float64) * 3 + 1).requires_grad_()
+    weights = torch.randn(10, 3, 2, 2, generator=g, dtype=torch.float64)
+    module = nn.BatchNorm2d(3, momentum=None).double()
+    with torch.no_grad():
+        module.weight.copy_(torch.tensor([0.0, -1.0, 2.0]))
+    module = convert_sync_batch_norm(module)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    y = module(x.chunk(world)[rank])
+    (y * weights.chunk(world)[rank]).sum().backward()
+    gradients = [x.grad, module.weight.grad, module.bias.grad]
+    for gradient in gradients:
+        dist.all_reduce(gradient)
+    return {"y": y.detach(), "gradients": gradients, "state": module.state_dict()}
+
+
+def factors(_spec: dict[str, Any]) -> dict[str, Any]:
+    """Factors of this rank's batches, of unequal number and size."""
+    torch.manual_seed(0)
+    model = convolutional(torch.float64)
+    x, y = batch(0, 10, torch.float64)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    return collect_factors(
+        model, list(zip(x.split(3), y.split(3), strict=True))[rank::world], fisher="empirical"
+    )
+
+
+TASKS = {
+    task.__name__: task
+    for task in (train, two_backwards, discard, unused_on_one, wrapped, normalise, factors)
+}
 
 
 def run(task: str, rank: int, world: int, store: str, spec: dict[str, Any]) -> tuple[str, Any]:

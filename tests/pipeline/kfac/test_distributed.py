@@ -110,6 +110,39 @@ def test_float32_on_several_ranks(ranks: Ranks) -> None:
         assert _difference(ranks.results("train", world, spec)[0]["weights"], alone["weights"]) < 1e-4
 
 
+@pytest.mark.parametrize("setting", ["newest", "average"])
+def test_with_batch_norm_across_ranks_any_number_gives_the_same_weights(ranks: Ranks, setting: str) -> None:
+    spec = {"steps": (0, 20), "model": "normalised", **SETTINGS[setting]}
+    (alone,) = ranks.results("train", 1, spec)
+    for world in (2, 3, 4):
+        results = ranks.results("train", world, spec | {"sync_bn": True})
+        assert _difference(results[0]["weights"], alone["weights"]) < 1e-9
+        assert all(torch.equal(v, results[-1]["weights"][k]) for k, v in results[0]["weights"].items())
+    apart = ranks.results("train", 2, spec)[0]
+    assert _difference(apart["weights"], alone["weights"]) > 1e-3  # every rank normalises for itself
+
+
+def test_batch_norm_across_ranks_with_shares_of_unequal_size(ranks: Ranks) -> None:
+    (alone,) = ranks.results("normalise", 1, {})
+    results = ranks.results("normalise", 3, {})
+    assert torch.allclose(torch.cat([result["y"] for result in results]), alone["y"], rtol=1e-12, atol=1e-13)
+    for result in results:
+        for found, expected in zip(result["gradients"], alone["gradients"], strict=True):
+            assert torch.allclose(found, expected, rtol=1e-10, atol=1e-12)
+        for key, value in alone["state"].items():
+            assert torch.allclose(result["state"][key], value, rtol=1e-12)
+
+
+def test_factors_of_a_trained_model_are_those_of_all_ranks(ranks: Ranks) -> None:
+    (alone,) = ranks.results("factors", 1, {})
+    for result in ranks.results("factors", 3, {}):
+        assert result["layers"].keys() == alone["layers"].keys()
+        for name, entry in alone["layers"].items():
+            assert result["layers"][name]["samples"] == entry["samples"] == 10
+            for key in ("A", "G"):
+                assert torch.allclose(result["layers"][name][key], entry[key], rtol=1e-5, atol=1e-7)
+
+
 def test_more_ranks_than_layers(ranks: Ranks) -> None:
     spec = {"steps": (0, 3), "model": "single"}
     (alone,) = ranks.results("train", 1, spec)

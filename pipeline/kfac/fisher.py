@@ -1,0 +1,169 @@
+"""One pass over data that collects the factors of a trained model for a quantiser.
+
+During training the empirical Fisher (labels of the data) vanishes with the loss; labels sampled from the
+model's own prediction ("mc") keep it an estimate of the true Fisher, and so of the Hessian.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.kfac import math, record
+from ul2q.pipeline.kfac.communication import communication
+from ul2q.pipeline.kfac.curvature import KroneckerCurvature
+from ul2q.pipeline.kfac.hooks import Record, Recorder
+from ul2q.pipeline.kfac.layers import KroneckerLayer, KroneckerSums, find_layers
+from ul2q.pipeline.kfac.math import Moment
+
+logger = logging.getLogger(__name__)
+
+FISHERS = ("mc", "empirical")
+
+
+def sample_labels(outputs: Tensor, generator: torch.Generator) -> Tensor:
+    """Labels drawn from the model's own prediction.
+
+    Args:
+        outputs: logits [n, classes, *positions]; one channel means yes or no.
+        generator: source of randomness.
+
+    Returns:
+        Class indices [n, *positions], or for one channel 0 or 1 in the shape and type of ``outputs``.
+    """
+    if outputs.shape[1] == 1:
+        uniform = torch.rand(outputs.shape, generator=generator, dtype=torch.float64)
+        return (uniform.to(outputs.device) < outputs.double().sigmoid()).to(outputs.dtype)
+    # Inverse of the cumulative distribution: the number of cumulative probabilities below a uniform number.
+    cumulative = outputs.double().softmax(1).cumsum(1)
+    shape = (outputs.shape[0], 1, *outputs.shape[2:])
+    uniform = torch.rand(shape, generator=generator, dtype=torch.float64).to(outputs.device)
+    return (uniform >= cumulative).sum(1).clamp_max(outputs.shape[1] - 1)
+
+
+def summed_loss(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Negative log likelihood, summed over examples and positions.
+
+    Args:
+        outputs: logits [n, classes, *positions].
+        labels: as from :func:`sample_labels`.
+
+    Returns:
+        A scalar.
+    """
+    if outputs.shape[1] == 1:
+        labels = labels.reshape(outputs.shape).to(outputs.dtype)
+        return F.binary_cross_entropy_with_logits(outputs, labels, reduction="sum")
+    return F.cross_entropy(outputs, labels, reduction="sum")
+
+
+def collect_factors(
+    model: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor | None]],
+    *,
+    fisher: str = "mc",
+    seed: int = 0,
+    damping: float = 0.0,
+) -> dict[str, Any]:
+    """Factors of all linear layers and convolutions over all batches, at the weights as they are.
+
+    The model runs in evaluation mode, as it is deployed; gradients, modes and weights stay as they were.
+    Under torch.distributed every rank passes its own batches and gets the factors over all of them.
+
+    Args:
+        model: the trained model; its output is logits [n, classes, *positions].
+        batches: (inputs, labels); labels may be None with ``fisher="mc"``.
+        fisher: ``mc`` samples labels from the model, ``empirical`` takes those of the data.
+        seed: seed of the sampling; every rank draws its own numbers.
+        damping: recorded with the factors for whoever inverts them.
+
+    Returns:
+        The dictionary that :mod:`ul2q.pipeline.kfac.record` documents, ``age`` 0.
+
+    Raises:
+        UsageError: ``fisher`` is unknown, or labels are missing.
+    """
+    if fisher not in FISHERS:
+        raise UsageError(f"fisher is {fisher!r}: use one of {', '.join(FISHERS)}")
+    layers = {n: lay for n, lay in find_layers(model)[0].items() if isinstance(lay, KroneckerLayer)}
+    distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    generator = torch.Generator().manual_seed(seed + (dist.get_rank() << 32 if distributed else 0))
+    recorder = Recorder(layers.values(), rows=False, training_only=False)
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        for x, labels in batches:
+            _differentiate(model, layers.values(), x, labels, generator if fisher == "mc" else None)
+    finally:
+        recorder.remove()
+        for module, training in modes.items():
+            module.training = training
+    curvature = {}
+    for name, layer in layers.items():
+        found = _reduced(recorder.records.get(name), layer) if distributed else recorder.records.get(name)
+        if found is None or found.sums is None or found.problem is not None:
+            reason = "it was not used" if found is None else found.problem or "no gradient came back"
+            logger.warning("no factors of %s: %s", name, reason)
+            continue
+        curvature[name] = KroneckerCurvature()
+        counts = (found.samples, found.samples)
+        # The loss was summed, so its gradients are those of single examples: n times the mean's.
+        curvature[name].update(found.sums, counts, float(found.samples), 0.0, -1)  # type: ignore[arg-type]
+        curvature[name].damping = damping
+    return record.factors_state(layers, curvature, 0, fisher)
+
+
+def _differentiate(
+    model: nn.Module,
+    layers: Iterable[KroneckerLayer],
+    x: Tensor,
+    labels: Tensor | None,
+    generator: torch.Generator | None,
+) -> None:
+    """One forward and backward pass that leaves no gradients behind.
+
+    Raises:
+        UsageError: labels are missing.
+    """
+    with torch.enable_grad():
+        outputs = model(x)
+        if generator is not None:
+            labels = sample_labels(outputs.detach(), generator)
+        elif labels is None:
+            raise UsageError("fisher='empirical' needs labels: give labelled data, or use mc")
+        loss = summed_loss(outputs, labels)
+        parameters: Sequence[Tensor] = [layer.weight for layer in layers]
+        torch.autograd.grad(loss, parameters, allow_unused=True)
+
+
+def _reduced(local: Record | None, layer: KroneckerLayer) -> Record:
+    """Return a layer's record summed over all ranks."""
+    (d, m), c = layer.dims, layer.groups
+    like = layer.weight.detach()
+    lengths = [c * d * (d + 1) // 2, c * m * (m + 1) // 2]
+    parts = [like.new_zeros(length) for length in lengths]
+    counts = [0.0] * 4
+    if local is not None and isinstance(local.sums, KroneckerSums):
+        sums = local.sums
+        parts = [math.tri(sums.a.dense()).reshape(-1), math.tri(sums.g.dense()).reshape(-1)]
+        counts = [float(sums.rows), float(local.samples), 1.0, float(local.problem is not None)]
+    numbers = torch.tensor(counts, dtype=torch.float64)
+    with communication():
+        dist.all_reduce(numbers)
+        for part in parts:
+            dist.all_reduce(part)
+    total = Record()
+    rows, total.samples = int(numbers[0]), int(numbers[1])
+    if numbers[2] > 0:
+        a, g = (Moment(matrix=math.untri(part.reshape(c, -1))) for part in parts)
+        total.sums = KroneckerSums(a, g, rows)
+    if numbers[3] > 0:
+        total.problem = (local.problem if local is not None else None) or "another rank could not use it"
+    return total
