@@ -25,7 +25,8 @@ from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.files import check_output, replacing_folder
 from ul2q.pipeline.finetune import EpochResult, Loss, default_loss, finetune
 from ul2q.pipeline.graph.capture import Captured, capture
-from ul2q.pipeline.graph.lower import Lowered, float_state_dict, lower
+from ul2q.pipeline.graph.folding import float_state_dict
+from ul2q.pipeline.graph.lower import Lowered, lower
 from ul2q.pipeline.graph.prepare import Prepared, prepare
 from ul2q.pipeline.progress import Progress
 from ul2q.pipeline.report import render, schema

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import io
 import logging
 import warnings
@@ -96,13 +97,18 @@ def _capture(model: nn.Module, example: list[Tensor]) -> Captured:
     _check_runs(model, example)
     try:
         with quiet():
-            program = export(
-                model, tuple(example), dynamic_shapes=tuple({0: Dim.DYNAMIC} for _ in example), strict=False
-            )
+            shapes = _dynamic_shapes(model, example)
+            program = export(model, tuple(example), dynamic_shapes=shapes, strict=False)
     except _REFUSALS as error:
+        reason = _first_line(error)
+        if reason.startswith("Constraints violated"):
+            raise UsageError(
+                f"{type(model).__name__} makes the batch size a number: use x.shape[0] as it is, without "
+                "int(x.shape[0]), len(x), a loop over samples or a fixed size"
+            ) from error
         raise UsageError(
-            f"{type(model).__name__}: torch.export cannot capture this model ({_first_line(error)}); "
-            "control flow that depends on data or on the batch size must be rewritten with tensor operations"
+            f"{type(model).__name__}: torch.export cannot capture this model ({reason}); control flow that "
+            "depends on data must be rewritten with tensor operations"
         ) from error
     _keep_dropout(program.graph_module)
     with quiet():
@@ -117,6 +123,14 @@ def _capture(model: nn.Module, example: list[Tensor]) -> Captured:
     )
     _compare(model, captured.module, example)
     return captured
+
+
+def _dynamic_shapes(model: nn.Module, example: list[Tensor]) -> dict[str, Any]:
+    """Return what torch.export wants to know: the first dimension of every input varies."""
+    batch = {0: Dim.DYNAMIC}
+    given = inspect.signature(model.forward).bind(*example).arguments
+    # A forward(*inputs) takes its inputs as one tuple.
+    return {name: tuple(batch for _ in v) if isinstance(v, tuple) else batch for name, v in given.items()}
 
 
 def _check_runs(model: nn.Module, example: list[Tensor]) -> None:
@@ -190,14 +204,15 @@ def _compare(model: nn.Module, captured: nn.Module, example: list[Tensor]) -> No
         inputs = [_resized(x, batch) for x in example]
         with torch.no_grad():
             try:
-                theirs = pytree.tree_leaves(model(*inputs))
-                ours = pytree.tree_leaves(captured(*inputs))
+                theirs = pytree.tree_map_only(Tensor, Tensor.detach, model(*inputs))
+                ours = pytree.tree_map_only(Tensor, Tensor.detach, captured(*inputs))
             except (RuntimeError, LookupError) as error:
                 raise UsageError(
                     f"{type(model).__name__}: the captured graph does not run at batch {batch}: the model "
                     "fixes its batch size; derive shapes from x.shape[0] (for example x.flatten(1))"
                 ) from error
-        if not all(_same(a, b) for a, b in zip(ours, theirs, strict=True)):
+        pairs = zip(pytree.tree_leaves(ours), pytree.tree_leaves(theirs), strict=True)
+        if not all(_same(a, b) for a, b in pairs):
             raise UsageError(
                 f"{type(model).__name__}: the captured graph differs from the model at batch {batch}: "
                 "its code depends on the batch size, or on chance; remove branches and loops over x.shape[0]"

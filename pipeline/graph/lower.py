@@ -9,12 +9,12 @@ from typing import Any, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, fx, nn
-from torch.nn.utils import parametrize
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from ul2q.pipeline.errors import JobError
 from ul2q.pipeline.graph import layers, operators
+from ul2q.pipeline.graph.folding import fold_norm, master_weight, onnx_pads, shell
 from ul2q.pipeline.graph.layers import CodeFormat, LoweredWeight
 from ul2q.pipeline.graph.prepare import LayerPlan, Prepared, Site
 from ul2q.pipeline.graph.rebuild import assign, attribute
@@ -158,8 +158,9 @@ class _Lowering:
 
     def _max_pool1d(self, node: fx.Node) -> fx.Node:
         """Return the pooling in two dimensions: torch has none in one for codes."""
-        codes, kernel, *rest = cast(Any, node.args)
-        stride, padding, dilation, ceil_mode = [*rest, *([], [0], [1], False)[len(rest) :]]
+        codes, kernel, *rest = list[Any](node.args)
+        defaults: list[Any] = [[], [0], [1], False]
+        stride, padding, dilation, ceil_mode = [*rest, *defaults[len(rest) :]]
         sizes = ([1, *kernel], [1, *stride] if stride else [], [0, *padding], [1, *dilation])
         x = self.graph.call_function(aten.unsqueeze.default, (self.env[codes], -2))
         x = self.graph.call_function(aten.max_pool2d.default, (x, *sizes, ceil_mode))
@@ -280,13 +281,13 @@ class _Lowering:
         layer = cast(Any, self.modules[name])
         norm = self.modules[str(self.nodes[site.batch_norm].target)] if site.batch_norm else None
         norm_name = str(self.nodes[site.batch_norm].target) if site.batch_norm else None
-        factor, bias = _fold_norm(layer, norm)
+        factor, bias = fold_norm(layer, norm)
         weight, integer_bias = self._quantized(name, layer, factor, bias, source.scale, norm_name)
         self.weights[site.name] = weight
         if isinstance(layer, nn.Linear):
             return layers.IntegerLinear(weight, integer_bias, source, out)
         return layers.IntegerConv(
-            weight, integer_bias, source, out, layer.stride, _pads(layer), layer.dilation, layer.groups
+            weight, integer_bias, source, out, layer.stride, onnx_pads(layer), layer.dilation, layer.groups
         )
 
     def _quantized(
@@ -304,8 +305,8 @@ class _Lowering:
             JobError: a sum of products could overflow 32 bits.
         """
         config = self.prepared.config
-        q, grid = quantize_weight(_master_weight(layer).numpy(), config.wbits, config.granularity)
-        sqnr = sqnr_db(_master_weight(layer).numpy(), dequantize(q, grid))
+        q, grid = quantize_weight(master_weight(layer).numpy(), config.wbits, config.granularity)
+        sqnr = sqnr_db(master_weight(layer).numpy(), dequantize(q, grid))
         scale = (np.broadcast_to(grid.scale, factor.shape).astype(np.float64) * factor).astype(np.float32)
         unit = (np.float32(in_scale) * scale).astype(np.float64)  # value of one unit of the accumulator
         reach = 255 * np.abs(integer_weight(q, grid).astype(np.int64)).reshape(len(q), -1).sum(1)
@@ -337,85 +338,16 @@ class _Lowering:
         config = self.prepared.config
         transposed = isinstance(layer, operators.WEIGHT_ONLY_LAYERS)
         granularity = "tensor" if transposed else config.granularity
-        q, grid = quantize_weight(_master_weight(layer).numpy(), config.wbits, granularity)
+        q, grid = quantize_weight(master_weight(layer).numpy(), config.wbits, granularity)
         channels = 1 if transposed else len(q)
-        factor, bias = _fold_norm(layer, norm)
+        factor, bias = fold_norm(layer, norm)
         scale = np.broadcast_to(grid.scale, (channels,)).astype(np.float64) * (1.0 if transposed else factor)
         stored = (integer_weight(q, grid) + grid.zero_point).astype(np.int8)
         op = type(layer).__name__.removeprefix("Parametrized")
-        sqnr = sqnr_db(_master_weight(layer).numpy(), dequantize(q, grid))
+        sqnr = sqnr_db(master_weight(layer).numpy(), dequantize(q, grid))
         weight = LoweredWeight(name, op, q, grid, scale.astype(np.float32), stored, sqnr, norm_name)
         self.weights[self._unused(name)] = weight
         has_bias = norm is not None or layer.bias is not None
         return layers.FloatWeighted(
-            _shell(layer, has_bias), weight, torch.from_numpy(bias).float() if has_bias else None, 0
+            shell(layer, has_bias), weight, torch.from_numpy(bias).float() if has_bias else None, 0
         )
-
-
-def float_state_dict(model: nn.Module, prepared: Prepared) -> dict[str, Tensor]:
-    """Return the state dict of ``model`` with the float weights and statistics of the fine-tuned graph.
-
-    Weights that the capture folded (weight norm, masks) keep their original value.
-    """
-    own = model.state_dict(keep_vars=True)
-    names: dict[int, list[str]] = {}  # a tensor that several modules share has several names
-    for name, tensor in own.items():
-        names.setdefault(id(tensor), []).append(name)
-    state = {name: tensor.detach().clone() for name, tensor in own.items()}
-    for name, module in prepared.module.named_modules():
-        tensors = {
-            **dict(module.named_parameters(recurse=False)),
-            **dict(module.named_buffers(recurse=False)),
-        }
-        if parametrize.is_parametrized(module, "weight"):
-            tensors["weight"] = _master_weight(module)
-        for leaf, tensor in tensors.items():
-            key = f"{name}.{leaf}" if name else leaf
-            if key in state and state[key].shape == tensor.shape:
-                state.update({alias: tensor.detach().clone() for alias in names[id(own[key])]})
-    return state
-
-
-def _master_weight(layer: Any) -> torch.Tensor:
-    """Return the float weight behind the layer's quantiser."""
-    if parametrize.is_parametrized(layer, "weight"):
-        return cast(torch.Tensor, layer.parametrizations.weight.original.detach())
-    return cast(torch.Tensor, layer.weight.detach())
-
-
-def _fold_norm(layer: Any, norm: Any) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the factor and bias [C] such that norm(layer(x)) = factor·(weight·x) + bias."""
-    transposed = isinstance(layer, operators.WEIGHT_ONLY_LAYERS)
-    channels = _master_weight(layer).shape[1] * layer.groups if transposed else _master_weight(layer).shape[0]
-    bias = np.zeros(channels) if layer.bias is None else layer.bias.detach().double().numpy()
-    if norm is None:
-        return np.ones(channels), bias
-    factor = 1 / np.sqrt(norm.running_var.double().numpy() + norm.eps)
-    if norm.weight is not None:
-        factor = factor * norm.weight.detach().double().numpy()
-    shift = 0.0 if norm.bias is None else norm.bias.detach().double().numpy()
-    return factor, (bias - norm.running_mean.double().numpy()) * factor + shift
-
-
-def _pads(layer: Any) -> list[int]:
-    """Return the zero padding in ONNX order: begins of all dimensions, then ends."""
-    if layer.padding == "valid":
-        return [0] * (2 * len(layer.kernel_size))
-    if layer.padding == "same":
-        total = [d * (k - 1) for k, d in zip(layer.kernel_size, layer.dilation, strict=True)]
-        return [t // 2 for t in total] + [t - t // 2 for t in total]
-    return [*layer.padding, *layer.padding]
-
-
-def _shell(layer: Any, bias: bool) -> nn.Module:
-    """Return a copy of ``layer`` without tensors of its own; it is called with explicit weight and bias."""
-    if isinstance(layer, nn.Linear):
-        return nn.Linear(layer.in_features, layer.out_features, bias, device="meta")
-    kind = cast(Any, next(k for k in operators.WEIGHTED_LAYERS if isinstance(layer, k)))
-    extra = (
-        {"output_padding": layer.output_padding} if isinstance(layer, operators.WEIGHT_ONLY_LAYERS) else {}
-    )
-    return cast(nn.Module, kind(
-        layer.in_channels, layer.out_channels, layer.kernel_size, stride=layer.stride, padding=layer.padding,
-        dilation=layer.dilation, groups=layer.groups, bias=bias, device="meta", **extra,
-    ))  # fmt: skip

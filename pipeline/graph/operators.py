@@ -30,7 +30,7 @@ MOVING = frozenset({
     aten.upsample_nearest2d.vec, aten.max_pool1d.default, aten.max_pool2d.default, operator.getitem,
 })  # fmt: skip
 
-_UNARY = {aten.sigmoid.default: "sigmoid", aten.leaky_relu.default: "leaky_relu"}
+_UNARY: dict[Any, str] = {aten.sigmoid.default: "sigmoid", aten.leaky_relu.default: "leaky_relu"}
 
 _CLAMPS = {aten.relu.default: (0.0, math.inf), aten.relu6.default: (0.0, 6.0)}
 

@@ -91,12 +91,16 @@ class LayerBuilder:
         return fx.GraphModule(root, self.graph, "Captured").train(False)
 
     def _note_unused(self) -> None:
-        """Name the layers that the forward pass does not use: they are in no graph and in no file."""
+        """Name the layers and parameters that the forward pass does not use: they are in no graph."""
         used = [n.target for n in self.graph.nodes if n.op == "get_attr" and n.users]
         read = {id(attribute(self.source, target)) for target in used}
-        unused = [name for name, p in self.model.named_parameters() if id(p) not in read]
-        owners = dict.fromkeys(name.rpartition(".")[0] or name for name in unused)
-        self.notes += [f"{owner}: the forward pass does not use it; it is left out" for owner in owners]
+        names = dict.fromkeys(
+            path if read.isdisjoint(map(id, module.parameters(recurse=False))) else f"{path}.{name}"
+            for path, module in self.model.named_modules()
+            for name, parameter in module.named_parameters(recurse=False)
+            if id(parameter) not in read
+        )
+        self.notes += [f"{name}: the forward pass does not use it; it is left out" for name in names]
 
     def _constant_nodes(self) -> set[fx.Node]:
         """Return nodes whose value depends on parameters alone."""
@@ -127,9 +131,11 @@ class LayerBuilder:
             self._replace_batch_norm(node)
         elif target is torch.ops.ul2q.dropout.default:
             x, p, feature = node.args
-            name = self._unique(self._path(node) or "dropout")
-            self.layers[name] = nn.Dropout2d(p) if feature else nn.Dropout(p)
-            self._swap(node, name, x)
+            path = self._path(node) or "dropout"
+            if (path, p, feature) not in self.by_key:
+                self.by_key[path, p, feature] = self._unique(path)
+                self.layers[self.by_key[path, p, feature]] = nn.Dropout2d(p) if feature else nn.Dropout(p)
+            self._swap(node, self.by_key[path, p, feature], x)
 
     def _replace_weighted(self, node: Any) -> None:
         x, weight, bias, *rest = _arguments(node)

@@ -1,0 +1,83 @@
+"""What lowering takes from a prepared layer: its float weight, its batch norm, its padding."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from ul2q.pipeline.graph import operators
+from ul2q.pipeline.graph.prepare import Prepared
+
+
+def float_state_dict(model: nn.Module, prepared: Prepared) -> dict[str, Tensor]:
+    """Return the state dict of ``model`` with the float weights and statistics of the fine-tuned graph.
+
+    Weights that the capture folded (weight norm, masks) keep their original value.
+    """
+    own = model.state_dict(keep_vars=True)
+    names: dict[int, list[str]] = {}  # a tensor that several modules share has several names
+    for name, tensor in own.items():
+        names.setdefault(id(tensor), []).append(name)
+    state = {name: tensor.detach().clone() for name, tensor in own.items()}
+    for name, module in prepared.module.named_modules():
+        tensors = {
+            **dict(module.named_parameters(recurse=False)),
+            **dict(module.named_buffers(recurse=False)),
+        }
+        if parametrize.is_parametrized(module, "weight"):
+            tensors["weight"] = master_weight(module)
+        for leaf, tensor in tensors.items():
+            key = f"{name}.{leaf}" if name else leaf
+            if key in state and state[key].shape == tensor.shape:
+                state.update({alias: tensor.detach().clone() for alias in names[id(own[key])]})
+    return state
+
+
+def master_weight(layer: Any) -> torch.Tensor:
+    """Return the float weight behind the layer's quantiser."""
+    if parametrize.is_parametrized(layer, "weight"):
+        return cast(torch.Tensor, layer.parametrizations.weight.original.detach())
+    return cast(torch.Tensor, layer.weight.detach())
+
+
+def fold_norm(layer: Any, norm: Any) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the factor and bias [C] such that norm(layer(x)) = factor·(weight·x) + bias."""
+    transposed = isinstance(layer, operators.WEIGHT_ONLY_LAYERS)
+    channels = master_weight(layer).shape[1] * layer.groups if transposed else master_weight(layer).shape[0]
+    bias = np.zeros(channels) if layer.bias is None else layer.bias.detach().double().numpy()
+    if norm is None:
+        return np.ones(channels), bias
+    factor = 1 / np.sqrt(norm.running_var.double().numpy() + norm.eps)
+    if norm.weight is not None:
+        factor = factor * norm.weight.detach().double().numpy()
+    shift = 0.0 if norm.bias is None else norm.bias.detach().double().numpy()
+    return factor, (bias - norm.running_mean.double().numpy()) * factor + shift
+
+
+def onnx_pads(layer: Any) -> list[int]:
+    """Return the zero padding in ONNX order: begins of all dimensions, then ends."""
+    if layer.padding == "valid":
+        return [0] * (2 * len(layer.kernel_size))
+    if layer.padding == "same":
+        total = [d * (k - 1) for k, d in zip(layer.kernel_size, layer.dilation, strict=True)]
+        return [t // 2 for t in total] + [t - t // 2 for t in total]
+    return [*layer.padding, *layer.padding]
+
+
+def shell(layer: Any, bias: bool) -> nn.Module:
+    """Return a copy of ``layer`` without tensors of its own; it is called with explicit weight and bias."""
+    if isinstance(layer, nn.Linear):
+        return nn.Linear(layer.in_features, layer.out_features, bias, device="meta")
+    kind = cast(Any, next(k for k in operators.WEIGHTED_LAYERS if isinstance(layer, k)))
+    extra = (
+        {"output_padding": layer.output_padding} if isinstance(layer, operators.WEIGHT_ONLY_LAYERS) else {}
+    )
+    return cast(nn.Module, kind(
+        layer.in_channels, layer.out_channels, layer.kernel_size, stride=layer.stride, padding=layer.padding,
+        dilation=layer.dilation, groups=layer.groups, bias=bias, device="meta", **extra,
+    ))  # fmt: skip
