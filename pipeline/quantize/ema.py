@@ -10,7 +10,7 @@ A grid is s·(p − z) with p = 0..255, s float32 and z the uint8 zero point; `A
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,6 +94,15 @@ class ActivationParams:
     errors: dict[str, float]
 
 
+def spread(low: Any, high: Any, xp: Any) -> tuple[Any, Any]:
+    """Return scale and zero point of the grid that spreads 256 levels over low..high, 0 among them.
+
+    Arrays of any namespace ``xp``, low <= 0 <= high, low < high; the zero point is a whole number.
+    """
+    scale = (high - low) / 255
+    return scale, xp.round(-low / scale)
+
+
 def snap(low: Floats, high: Floats, clip: Clip = None) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """Return scale and zero point of grids for the ranges ``low``..``high``, with 0 an exact level.
 
@@ -114,14 +123,13 @@ def snap(low: Floats, high: Floats, clip: Clip = None) -> tuple[NDArray[np.float
     empty = hi - lo < 255 * ul2q.SMALLEST_STEP
     lo = np.where(empty, max(floor, -1.0) if ceiling <= 0 else 0.0, lo)
     hi = np.where(empty, min(ceiling, 1.0), hi)
-    scale = (hi - lo) / 255
+    scale, z = spread(lo, hi, np)
 
     def largest(z: Floats) -> Floats:
         """Return the largest scale that keeps the outer levels within the clip."""
         below = np.where(z > 0, -floor / np.maximum(z, 1), np.inf)
         return np.minimum(below, np.where(z < 255, ceiling / np.maximum(255 - z, 1), np.inf))
 
-    z = np.round(-lo / scale)
     other = np.clip(np.where(z * scale > -lo, z - 1, z + 1), 0, 255)
     z = np.where((largest(z) < scale) & (largest(z) < largest(other)), other, z)
     narrow = np.minimum(scale, largest(z)).astype(np.float32)

@@ -212,7 +212,7 @@ def _require_finite(w: Array, alpha: Array, beta: Array, xp: Namespace) -> None:
 
 
 def scale_offset(
-    w: Array, k: int, axis: int | None = None, xp: Namespace | None = None
+    w: Array, k: int, axis: int | None = None, xp: Namespace | None = None, *, check: bool = True
 ) -> tuple[Array, Array]:
     """Return step and offset of a weight: α = λ*_k·σ, β = μ (equation 10 of [P]).
 
@@ -224,6 +224,7 @@ def scale_offset(
         k: width in bits, 1..8.
         axis: None for one pair per tensor, otherwise the channel axis (0: outputs of conv and linear).
         xp: array namespace.
+        check: whether to look at the values; not possible while a graph is traced.
 
     Returns:
         α and β, float32 of shape [] or [C].
@@ -246,7 +247,8 @@ def scale_offset(
         shape = () if axis is None else (-1,)
         alpha = xp.reshape(cast(LAMBDA[k] * sigma, "float32", xp), shape)
         beta = xp.reshape(cast(mean, "float32", xp), shape)
-    _require_finite(values, alpha, beta, xp)
+    if check:
+        _require_finite(values, alpha, beta, xp)
     return xp.where(alpha >= SMALLEST_STEP, alpha, alpha * 0), beta
 
 

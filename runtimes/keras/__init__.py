@@ -1,0 +1,50 @@
+"""The Keras mirror: quantised layers for Keras 3, files of `pipeline compress` as Keras models.
+
+    from ul2q.runtimes.keras import load_onnx, quantize_model
+
+    model = load_onnx("model.onnx")                    # the numbers of ONNX Runtime, bit for bit
+    model = load_onnx("model.onnx", trainable=True)    # to fine-tune
+    model = quantize_model(my_model, wbits=2)          # quantise one's own model, then fit
+
+Needs Keras and one of its backends, not torch. Importing it registers the layers, so that
+`keras.saving.load_model` reads their files.
+"""
+
+from ul2q.runtimes.keras.base import Weighted
+from ul2q.runtimes.keras.joining import (
+    UL2QActivation,
+    UL2QAdd,
+    UL2QAveragePooling2D,
+    UL2QConcatenate,
+    UL2QGlobalAveragePooling,
+    UL2QMultiply,
+)
+from ul2q.runtimes.keras.layers import (
+    UL2QConv1D,
+    UL2QConv2D,
+    UL2QConv2DTranspose,
+    UL2QDense,
+    UL2QDepthwiseConv2D,
+)
+from ul2q.runtimes.keras.loader import load_onnx
+from ul2q.runtimes.keras.moving import LowPadding, Part
+from ul2q.runtimes.keras.quantizer import EMAQuantizer
+
+__all__ = [
+    "EMAQuantizer",
+    "LowPadding",
+    "Part",
+    "UL2QActivation",
+    "UL2QAdd",
+    "UL2QAveragePooling2D",
+    "UL2QConcatenate",
+    "UL2QConv1D",
+    "UL2QConv2D",
+    "UL2QConv2DTranspose",
+    "UL2QDense",
+    "UL2QDepthwiseConv2D",
+    "UL2QGlobalAveragePooling",
+    "UL2QMultiply",
+    "Weighted",
+    "load_onnx",
+]
