@@ -79,7 +79,7 @@ class KroneckerCurvature:
         """Take new statistics.
 
         Args:
-            sums: unnormalised statistics of the whole batch.
+            sums: unnormalised statistics of the whole batch; they are normalised in place.
             counts: its size, and how many of its examples were used.
             scale: what the loss was multiplied with before it was differentiated.
             decay: weight of the old factors in the moving average.
@@ -87,8 +87,8 @@ class KroneckerCurvature:
         """
         # g is the gradient of the mean loss: n g undoes the mean, so that damping does not depend on n.
         n, used = counts
-        self.a = _average(self.a, sums.a.scaled(1 / used), decay)
-        self.g = _average(self.g, sums.g.scaled(n**2 / (sums.rows * scale**2)), decay)
+        self.a = _average(self.a, sums.a.scale_(1 / used), decay)
+        self.g = _average(self.g, sums.g.scale_(n**2 / (sums.rows * scale**2)), decay)
         self.samples, self.positions, self.step = used, sums.rows / used, step
         if self.keep_history:
             self._history = [(self.a, self.g), *self._history[:2]]

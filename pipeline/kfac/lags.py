@@ -119,7 +119,9 @@ class _SubMap:
     def __init__(self, part: Tensor, plan: LagPlan, columns: list[int]) -> None:
         n, channels, height, width = part.shape
         self.rows = part.new_zeros(plan.size[0] + plan.pad[0], plan.size[1] + plan.pad[1], n, channels)
-        self.rows[:height, :width] = part.permute(2, 3, 0, 1)
+        # As a transposition of one matrix: several times faster than a general permutation.
+        flat = part.reshape(n * channels, height * width).T.contiguous()
+        self.rows[:height, :width] = flat.reshape(height, width, n, channels)
         # Needed columns side by side; those outside the map fall on the zeros behind a row.
         index = torch.tensor([c % self.rows.shape[1] for c in columns], dtype=torch.long, device=part.device)
         self._columns = self.rows.transpose(0, 1)[index]

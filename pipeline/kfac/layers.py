@@ -146,7 +146,7 @@ class KroneckerLayer:
             x = F.pad(x, self.pad_mode[1], self.pad_mode[0])
         out = self.geometry.output(x.shape[2], x.shape[3])
         if rows and self.groups == 1 and math.prefer_rows(x.shape[0] * out[0] * out[1], d):
-            return Moment(rows=patch_rows(x, self.geometry, bias).contiguous())
+            return Moment(rows=patch_rows(x, self.geometry, bias).clone())
         return Moment(matrix=convolution.input_moment(x, self.geometry, bias))
 
     def input_error(self, x: Tensor, used: int) -> float:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -96,11 +97,10 @@ class Moment:
             return self._tensor.diagonal(dim1=-2, dim2=-1).sum(-1)
         return self.rows.square().sum().reshape(1)
 
-    def scaled(self, factor: float) -> Moment:
-        """Return the moment times ``factor`` >= 0."""
-        if self.rows is None:
-            return Moment(matrix=self._tensor * factor)
-        return Moment(rows=self.rows * factor**0.5)
+    def scale_(self, factor: float) -> Moment:
+        """Multiply by ``factor`` >= 0 in place; return the moment itself."""
+        self._tensor.mul_(factor if self.rows is None else factor**0.5)
+        return self
 
     def plus(self, other: Moment) -> Moment:
         """Return the sum; rows stay rows while that is the cheaper form."""
@@ -108,10 +108,6 @@ class Moment:
             rows = torch.cat([self.rows, other.rows])
             return Moment(rows=rows) if prefer_rows(*rows.shape) else Moment(matrix=gram(rows)[None])
         return Moment(matrix=self.dense() + other.dense())
-
-    def finite(self) -> bool:
-        """Return whether every number is finite."""
-        return bool(torch.isfinite(self._tensor).all())
 
 
 def relative_change(new: Moment, old: Moment) -> float:
@@ -270,7 +266,7 @@ def damped_inverse(matrix: Tensor, damping: Tensor) -> tuple[Tensor, Tensor] | N
         The inverses [c, d, d], exactly symmetric, in the dtype of ``matrix``, and the damping used [c]; None
         if the whole ladder failed (for example on NaN).
     """
-    if not bool(torch.isfinite(matrix).all()):
+    if not bool(torch.isfinite(matrix.sum())):
         return None
     for attempt, delta in _ladder(matrix, damping):
         shifted = attempt.clone()
@@ -278,10 +274,11 @@ def damped_inverse(matrix: Tensor, damping: Tensor) -> tuple[Tensor, Tensor] | N
         lower, info = torch.linalg.cholesky_ex(shifted)
         if bool((info != 0).any()):
             continue
-        inverse = torch.cholesky_inverse(lower).to(matrix.dtype)
-        if bool(torch.isfinite(inverse).all()):
-            # Row-major, as a resumed run unpacks it: products then round alike.
-            return ((inverse + inverse.mT) / 2).contiguous(), delta.to(matrix.dtype)
+        # LAPACK fills one triangle and torch mirrors it, column by column: the transpose is the same matrix,
+        # row by row, as a resumed run unpacks it. Products then round alike.
+        inverse = torch.cholesky_inverse(lower).mT.to(matrix.dtype).contiguous()
+        if bool(torch.isfinite(inverse.sum())):
+            return inverse, delta.to(matrix.dtype)
     return None
 
 
@@ -329,12 +326,9 @@ def normalised(x: Tensor, eps: float, stats: tuple[Tensor, Tensor] | None = None
     Returns:
         (x − mean) / sqrt(var + ε), shape of x.
     """
-    flat = x.reshape(x.shape[0], x.shape[1], -1)
     if stats is None:
-        var, mean = torch.var_mean(flat, dim=(0, 2), correction=0)
-    else:
-        mean, var = stats
-    return ((flat - mean[:, None]) * (var + eps).rsqrt()[:, None]).reshape(x.shape)
+        return F.batch_norm(x, None, None, training=True, eps=eps)
+    return F.batch_norm(x, *stats, training=False, eps=eps)
 
 
 def unit_moment(x_hat: Tensor, g: Tensor) -> Tensor:

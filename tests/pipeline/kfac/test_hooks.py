@@ -154,6 +154,20 @@ def test_in_place_activation_and_in_place_writes_to_the_input_change_nothing() -
         assert found[0][0][0, 0, 0] > 0
 
 
+def test_statistics_never_write_to_the_activations() -> None:
+    """Kept rows may be views of the input where nothing had to be copied; normalising them must not show."""
+    for module, shape in [
+        (nn.Conv2d(64, 2, 1, bias=False), (2, 64, 1, 1)),
+        (nn.Linear(64, 2, bias=False), (2, 64)),
+    ]:
+        recorder = _recorder(module, rows=True)
+        x = torch.randn(shape)
+        before = x.clone()
+        module(x).square().mean().backward()
+        _sums(recorder, "").a.scale_(4.0)
+        assert torch.equal(x, before)
+
+
 def test_evaluation_no_grad_and_undifferentiated_forwards_leave_no_trace() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     recorder = _recorder(model)

@@ -34,12 +34,12 @@ def test_untri_refuses_lengths_that_are_no_triangle() -> None:
 def test_a_moment_of_rows_equals_that_of_the_matrix() -> None:
     rows = torch.randn(4, 10, dtype=torch.float64)
     more = torch.randn(3, 10, dtype=torch.float64)
-    as_rows, as_matrix = Moment(rows=rows), Moment(matrix=(rows.T @ rows)[None])
+    as_rows, as_matrix = Moment(rows=rows.clone()), Moment(matrix=(rows.T @ rows)[None])
     assert torch.allclose(as_rows.trace(), as_matrix.trace(), rtol=1e-14)
-    assert torch.allclose(as_rows.scaled(0.3).dense(), as_matrix.scaled(0.3).dense(), rtol=1e-13)
+    assert torch.allclose(as_rows.scale_(4.0).dense(), as_matrix.scale_(4.0).dense(), rtol=1e-13)
     both = as_rows.plus(Moment(rows=more))
     assert both.rows is None  # 7 rows of dimension 10 are dearer than the matrix
-    assert torch.allclose(both.dense()[0], rows.T @ rows + more.T @ more, rtol=1e-12)
+    assert torch.allclose(both.dense()[0], 4 * rows.T @ rows + more.T @ more, rtol=1e-12)
     assert as_rows.plus(Moment(rows=more[:1])).rows is not None
 
 
