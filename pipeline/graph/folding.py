@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -12,6 +13,31 @@ from torch.nn.utils import parametrize
 
 from ul2q.pipeline.graph import operators
 from ul2q.pipeline.graph.prepare import Prepared
+from ul2q.pipeline.quantize.grid import Grid, quantize_weight
+
+
+@dataclass(frozen=True)
+class FixedWeight:
+    """Codes that were chosen elsewhere, in place of those of the float weight: ``layer.fixed_weight``.
+
+    Attributes:
+        codes: int8, in the layer's weight shape.
+        grid: their grid.
+        factor: float64 [C], what the weights are multiplied by besides the grid's scale (a folded norm).
+    """
+
+    codes: NDArray[np.int8]
+    grid: Grid
+    factor: NDArray[np.float64]
+
+
+def quantized_weight(layer: Any, k: int, granularity: str) -> tuple[NDArray[np.int8], Grid]:
+    """Return codes and grid of a layer's weight: its fixed ones, else those of its float weight."""
+    fixed: FixedWeight | None = getattr(layer, "fixed_weight", None)
+    if fixed is not None:
+        return fixed.codes, fixed.grid
+    q, grid = quantize_weight(master_weight(layer).numpy(), k, granularity)
+    return q, grid
 
 
 def float_state_dict(model: nn.Module, prepared: Prepared) -> dict[str, Tensor]:
@@ -50,13 +76,15 @@ def fold_norm(layer: Any, norm: Any) -> tuple[NDArray[np.float64], NDArray[np.fl
     transposed = isinstance(layer, operators.WEIGHT_ONLY_LAYERS)
     channels = master_weight(layer).shape[1] * layer.groups if transposed else master_weight(layer).shape[0]
     bias = np.zeros(channels) if layer.bias is None else layer.bias.detach().double().numpy()
+    fixed: FixedWeight | None = getattr(layer, "fixed_weight", None)
     if norm is None:
-        return np.ones(channels), bias
+        return np.ones(channels) if fixed is None else fixed.factor, bias
     factor = 1 / np.sqrt(norm.running_var.double().numpy() + norm.eps)
     if norm.weight is not None:
         factor = factor * norm.weight.detach().double().numpy()
+    own = 1.0 if fixed is None else fixed.factor
     shift = 0.0 if norm.bias is None else norm.bias.detach().double().numpy()
-    return factor, (bias - norm.running_mean.double().numpy()) * factor + shift
+    return factor * own, (bias - norm.running_mean.double().numpy()) * factor + shift
 
 
 def onnx_pads(layer: Any) -> list[int]:

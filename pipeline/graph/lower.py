@@ -14,14 +14,13 @@ from torch.utils import _pytree as pytree
 
 from ul2q.pipeline.errors import JobError
 from ul2q.pipeline.graph import layers, operators
-from ul2q.pipeline.graph.folding import fold_norm, master_weight, onnx_pads, shell
+from ul2q.pipeline.graph.folding import fold_norm, master_weight, onnx_pads, quantized_weight, shell
 from ul2q.pipeline.graph.layers import CodeFormat, LoweredWeight
 from ul2q.pipeline.graph.prepare import LayerPlan, Prepared, Site
 from ul2q.pipeline.graph.rebuild import assign, attribute
 from ul2q.pipeline.quantize.grid import (
     dequantize,
     integer_weight,
-    quantize_weight,
     sqnr_db,
     zero_channels,
 )
@@ -147,6 +146,11 @@ class _Lowering:
                 is_pool = node.target is aten.max_pool1d.default
                 copied = self._max_pool1d(node) if is_pool else self.graph.node_copy(node, self._plain)
                 self.env[node] = copied
+                self.formats[node] = self.formats[source]
+                return
+            if operators.is_zero_pad(node):
+                padded = (self.env[source], node.args[1], self.formats[source].zero_point)
+                self.env[node] = self.graph.call_function(aten.constant_pad_nd.default, padded)
                 self.formats[node] = self.formats[source]
                 return
         if node.target is aten.sym_size.int:  # codes have the shape of what they stand for
@@ -305,7 +309,7 @@ class _Lowering:
             JobError: a sum of products could overflow 32 bits.
         """
         config = self.prepared.config
-        q, grid = quantize_weight(master_weight(layer).numpy(), config.wbits, config.granularity)
+        q, grid = quantized_weight(layer, config.wbits, config.granularity)
         sqnr = sqnr_db(master_weight(layer).numpy(), dequantize(q, grid))
         scale = (np.broadcast_to(grid.scale, factor.shape).astype(np.float64) * factor).astype(np.float32)
         unit = (np.float32(in_scale) * scale).astype(np.float64)  # value of one unit of the accumulator
@@ -338,7 +342,7 @@ class _Lowering:
         config = self.prepared.config
         transposed = isinstance(layer, operators.WEIGHT_ONLY_LAYERS)
         granularity = "tensor" if transposed else config.granularity
-        q, grid = quantize_weight(master_weight(layer).numpy(), config.wbits, granularity)
+        q, grid = quantized_weight(layer, config.wbits, granularity)
         channels = 1 if transposed else len(q)
         factor, bias = fold_norm(layer, norm)
         scale = np.broadcast_to(grid.scale, (channels,)).astype(np.float64) * (1.0 if transposed else factor)

@@ -52,6 +52,16 @@ def clamp_range(node: fx.Node) -> tuple[float, float] | None:
     return (low, high) if low <= 0 <= high else None
 
 
+def is_zero_pad(node: fx.Node) -> bool:
+    """Return whether ``node`` pads with zeros, which is moving where 0 is a level."""
+    if node.target is aten.constant_pad_nd.default:
+        return len(node.args) < 3 or node.args[2] == 0
+    if node.target is not aten.pad.default:
+        return False
+    mode, value = [*node.args[2:4], *("constant", None)[len(node.args[2:4]) :]]
+    return mode == "constant" and not value
+
+
 def integer_function(node: fx.Node) -> str | None:
     """Return the integer operator that computes ``node``, or None.
 

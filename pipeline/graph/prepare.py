@@ -222,8 +222,10 @@ class _Preparation:
         return any(s in self.coded for s in sources) and not any(s in self.constant for s in sources)
 
     def _moves(self, node: fx.Node) -> bool:
-        moving = (node.op == "call_function" and node.target in operators.MOVING) or (
-            node.op == "call_module" and isinstance(self.modules[node.target], operators.DROPOUTS)
+        moving = (
+            (node.op == "call_function" and node.target in operators.MOVING)
+            or operators.is_zero_pad(node)
+            or (node.op == "call_module" and isinstance(self.modules[node.target], operators.DROPOUTS))
         )
         return moving and bool(node.args) and node.args[0] in self.coded
 
