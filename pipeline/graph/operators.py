@@ -55,10 +55,11 @@ def clamp_range(node: fx.Node) -> tuple[float, float] | None:
 def is_zero_pad(node: fx.Node) -> bool:
     """Return whether ``node`` pads with zeros, which is moving where 0 is a level."""
     if node.target is aten.constant_pad_nd.default:
-        return len(node.args) < 3 or node.args[2] == 0
+        return len(node.args) < 3 or bool(node.args[2] == 0)
     if node.target is not aten.pad.default:
         return False
-    mode, value = [*node.args[2:4], *("constant", None)[len(node.args[2:4]) :]]
+    given: list[Any] = list(node.args[2:4])
+    mode, value = [*given, *["constant", None][len(given) :]]
     return mode == "constant" and not value
 
 

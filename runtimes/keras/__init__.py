@@ -11,6 +11,7 @@ Needs Keras and one of its backends, not torch. Importing it registers the layer
 """
 
 from ul2q.runtimes.keras.base import Weighted
+from ul2q.runtimes.keras.clone import calibrate, quantize_model
 from ul2q.runtimes.keras.joining import (
     UL2QActivation,
     UL2QAdd,
@@ -46,5 +47,7 @@ __all__ = [
     "UL2QGlobalAveragePooling",
     "UL2QMultiply",
     "Weighted",
+    "calibrate",
     "load_onnx",
+    "quantize_model",
 ]

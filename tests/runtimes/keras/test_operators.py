@@ -96,17 +96,13 @@ def test_pools_joins_and_activations(
     agreement(deploy(Pools().eval(), [torch.from_numpy(x)], wbits=wbits, granularity=granularity), x)
 
 
-def test_one_dimension_and_flattened_output(
-    deploy: Callable[..., Any], rng: np.random.Generator
-) -> None:
+def test_one_dimension_and_flattened_output(deploy: Callable[..., Any], rng: np.random.Generator) -> None:
     torch.manual_seed(0)
     x = rng.normal(size=(32, 2, 20)).astype(np.float32)
     agreement(deploy(Sequence().eval(), [torch.from_numpy(x)], wbits=3), x)
 
 
-def test_transposed_convolution_and_images_out(
-    deploy: Callable[..., Any], rng: np.random.Generator
-) -> None:
+def test_transposed_convolution_and_images_out(deploy: Callable[..., Any], rng: np.random.Generator) -> None:
     torch.manual_seed(0)
     x = rng.normal(size=(32, 2, 16, 16)).astype(np.float32)
     # Float arithmetic before a rounding: one step of the output may differ.
