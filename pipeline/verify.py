@@ -19,7 +19,7 @@ from ul2q.pipeline.graph.lower import Lowered
 from ul2q.runtimes import onnxruntime as runtime
 
 # Bytes of intermediate codes that are held at a time.
-_BYTES_AT_A_TIME = 2**27
+_BYTES_AT_A_TIME = 2**24
 # Largest relative difference of the outputs with float activations.
 _FLOAT_TOLERANCE = 1e-4
 

@@ -156,7 +156,7 @@ def _is_inner_scalar(a: Tensor, b: Tensor) -> bool:
     for of_a, of_b in reversed(list(shapes)):
         if (of_a, of_b) != (1, 1):
             return of_a == 1
-    return False
+    return True
 
 
 def _mul(
