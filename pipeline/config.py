@@ -12,12 +12,17 @@ GRANULARITIES = ("tensor", "channel")
 ACT_FITS = ("auto", "normal", "rectified", "minmax")
 OPTIMIZERS = ("kfac", "sgd", "adam")
 STORAGES = ("table", "int2")
+TRANSPORTS = ("float32", "float16", "bfloat16")
+FISHERS = ("mc", "empirical")
+PRECISIONS = ("float32", "bfloat16")
+DEVICES = ("auto", "cpu", "cuda")
 OPSETS = tuple(range(18, 26))
 
 
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
     if value not in allowed:
-        raise UsageError(f"{name} is {value!r}: use one of {', '.join(map(str, allowed))}")
+        shown = ", ".join(str(choice) for choice in allowed if choice is not None)
+        raise UsageError(f"{name} is {value!r}: use one of {shown}")
 
 
 def _positive(name: str, value: float | None, *, zero: bool = False) -> None:
@@ -112,40 +117,85 @@ class QuantConfig(_Config):
 
 @dataclass(frozen=True)
 class TrainConfig(_Config):
-    """How to train a network from the registry.
+    """How to train a network from the registry. None means the recipe's value, or else the default.
 
     Attributes:
         arch: name in ``ul2q.models``.
         data: data source as given on the command line.
         optimizer: kfac, sgd or adam.
-        epochs: passes over the training data.
-        batch_size: samples per step, over all ranks.
-        lr: learning rate; None means the default of the optimiser.
-        damping: K-FAC damping λ; None means its default.
-        momentum: momentum of kfac and sgd.
+        recipe: a row of the paper's table (``ul2q.pipeline.kfac.RECIPES``): schedule and starting values.
+        epochs: passes over the training data (12).
+        batch_size: samples computed at once, over all ranks (64).
+        simulate_batch: samples behind one update, in as many batches as it takes; None means one batch.
+        lr: learning rate; the default is the optimiser's.
+        momentum: momentum of kfac and sgd (0.9).
         weight_decay: L2 penalty.
+        damping: K-FAC damping λ (0.03).
+        initial_damping: λ of the first step, which falls to ``damping`` while the learning rate rises.
+        kl_clip: norm guard of K-FAC (0.001, with a recipe off); 0 switches it off.
+        refresh: steps between refreshes of K-FAC's statistics (10), or ``adaptive``.
+        transport: type in which K-FAC's statistics and gradients travel between ranks (the parameters').
+        rescale_weights: shrink weights after every update as the paper does (off).
+        mixup: α of running mixup (0: off).
+        erase: random erasing (off).
         augment: random shifts, rotations and so on at training time, as the data source defines them.
+        sync_bn: batch normalisation over the samples of all ranks.
+        fisher: labels of a last pass that collects curvature factors for the quantiser: ``mc`` or
+            ``empirical``; None keeps K-FAC's own factors, if any.
+        precision: float32, or bfloat16 for autocast of the forward pass.
+        device: cpu, cuda, or auto for a GPU where there is one.
         seed: seed of initialisation, order and augmentation.
     """
 
     arch: str
     data: str
     optimizer: str = "kfac"
-    epochs: int = 12
-    batch_size: int = 64
+    recipe: str | None = None
+    epochs: int | None = None
+    batch_size: int | None = None
+    simulate_batch: int | None = None
     lr: float | None = None
-    damping: float | None = None
-    momentum: float = 0.9
+    momentum: float | None = None
     weight_decay: float = 1e-4
+    damping: float | None = None
+    initial_damping: float | None = None
+    kl_clip: float | None = None
+    refresh: int | str | None = None
+    transport: str | None = None
+    rescale_weights: bool | None = None
+    mixup: float | None = None
+    erase: bool | None = None
     augment: bool = True
+    sync_bn: bool = False
+    fisher: str | None = None
+    precision: str = "float32"
+    device: str = "auto"
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check every field."""
+        """Check every field.
+
+        Raises:
+            UsageError: a value is out of range.
+        """
         _one_of("optimizer", self.optimizer, OPTIMIZERS)
         _positive("epochs", self.epochs)
         _positive("batch_size", self.batch_size)
+        _positive("simulate_batch", self.simulate_batch)
         _positive("lr", self.lr)
-        _positive("damping", self.damping)
         _positive("momentum", self.momentum, zero=True)
         _positive("weight_decay", self.weight_decay, zero=True)
+        _positive("damping", self.damping)
+        _positive("initial_damping", self.initial_damping)
+        _positive("kl_clip", self.kl_clip, zero=True)
+        _positive("mixup", self.mixup, zero=True)
+        if self.refresh != "adaptive" and not (
+            self.refresh is None or (isinstance(self.refresh, int) and self.refresh > 0)
+        ):
+            raise UsageError(f"refresh is {self.refresh!r}: give a number of steps, or adaptive")
+        if self.momentum is not None and self.momentum > 1:
+            raise UsageError(f"momentum is {self.momentum}: it must be at most 1")
+        _one_of("transport", self.transport, (None, *TRANSPORTS))
+        _one_of("fisher", self.fisher, (None, *FISHERS))
+        _one_of("precision", self.precision, PRECISIONS)
+        _one_of("device", self.device, DEVICES)

@@ -1,15 +1,24 @@
-"""Train a network from the registry; an interrupted run goes on exactly where it was."""
+"""Train a network from the registry, on any number of ranks; an interrupted run goes on where it was.
+
+The stages: check, load, then for every epoch update the weights batch by batch, measure, keep the state; at
+the end measure on the test samples, collect curvature if asked to, and write. ``training/`` has the parts.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
-from torch.nn import functional as F
+from torch import Tensor, nn
 
 from ul2q import models
 from ul2q.pipeline.accuracy import measure_accuracy
@@ -18,14 +27,21 @@ from ul2q.pipeline.config import TrainConfig
 from ul2q.pipeline.data import Dataset, DataSplits, batches, load_data
 from ul2q.pipeline.errors import JobError, UsageError
 from ul2q.pipeline.files import check_output
+from ul2q.pipeline.kfac import KFAC, collect_factors, convert_sync_batch_norm
 from ul2q.pipeline.progress import Progress
+from ul2q.pipeline.training.ranks import Ranks
+from ul2q.pipeline.training.settings import Settings, resolve
+from ul2q.pipeline.training.stream import Stream, reseed
+from ul2q.pipeline.training.update import Updater, make_optimizer
 
-#: learning rates that suit all networks here, chosen on validation digits of mnist5k
-LEARNING_RATES = {"kfac": 0.05, "sgd": 0.05, "adam": 2e-3}
-#: λ and norm guard of K-FAC, chosen likewise; without the guard, networks without batch norm diverge
-DAMPING, KL_CLIP = 0.03, 1e-3
-#: share of the steps over which the learning rate rises
-WARM_UP = 0.2
+#: fields in which a resumed run may differ: they say where it runs, not what it computes
+_ELSEWHERE = frozenset({"device", "sync_bn"})
+#: samples at a time where no gradients are kept
+_EVALUATION_BATCH = 250
+
+
+class DivergedError(JobError):
+    """The gradients are no longer finite."""
 
 
 def train(
@@ -38,44 +54,69 @@ def train(
 ) -> dict[str, Any]:
     """Train and write ``output``; until that is complete, each epoch is kept in a file beside it.
 
-    The weights of the last epoch are written. The test samples are used once, after training.
+    The weights of the last epoch are written. The test samples are used once, after training. With a default
+    process group of torch.distributed all its ranks must call this together: they share out every batch, and
+    rank 0 writes.
 
     Args:
         config: what to train, and how.
         output: the checkpoint to write.
-        resume: go on from the epochs kept by an interrupted run with the same configuration.
+        resume: go on from the epochs kept by an interrupted run with the same configuration, on any number
+            of ranks.
         overwrite: replace an existing output, and drop the epochs kept by an interrupted run.
         progress: where to report; None reports nothing.
 
     Returns:
-        ``test_accuracy``, ``validation_accuracy`` (None without such samples), ``train_loss``, ``epochs`` and
-        ``seconds``.
+        ``epochs``, ``train_loss``, ``validation_accuracy`` (None without such samples), ``skipped`` batches,
+        ``refreshes`` of K-FAC's statistics, ``test_accuracy`` and ``seconds``.
 
     Raises:
         UsageError: the data, the network or the output are unusable, or there is nothing to resume.
-        JobError: the loss is no longer finite.
+        JobError: the loss is no longer finite, or another rank has ended.
     """
     started = time.monotonic()
-    progress = progress or Progress(quiet=True)
+    ranks, settings = Ranks.current(config.device), resolve(config)
+    progress = progress if progress is not None and ranks.first else Progress(quiet=True)
+    if config.sync_bn and ranks.world == 1:
+        raise UsageError("--sync-bn needs several ranks: start with torchrun, or leave it out")
     kept = partial_path(output)
-    _check_files(output, kept, resume=resume, overwrite=overwrite)
+    ranks.lead(lambda: _check_files(output, kept, resume=resume, overwrite=overwrite))
     data = load_data(config.data)
     _check_data(data, config)
-    with torch.random.fork_rng(devices=[]):
+    _check_same(ranks, config, data)
+    with torch.random.fork_rng(devices=[ranks.device] if ranks.device.type == "cuda" else []):
         torch.manual_seed(config.seed)
-        run = _Run(config, data)
+        run = _Run(config, settings, data, ranks)
         if resume:
-            run.restore(load_checkpoint(kept))
-            progress.line(f"resumed after epoch {run.epoch} of {config.epochs}")
-        while run.epoch < config.epochs:
-            _epoch(run, progress)
-            if run.epoch < config.epochs:
-                run.save(kept, unfinished=True)
-        if data.test is not None:
-            run.metrics["test_accuracy"] = measure_accuracy(run.model, data.test).top1
-        run.save(output, unfinished=False)
-    kept.unlink(missing_ok=True)
+            run.restore(kept)
+            progress.line(f"resumed after epoch {run.epoch} of {settings.epochs}")
+        try:
+            _epochs(run, kept, progress)
+            _finish(run, output)
+        except JobError as error:
+            if isinstance(error, DivergedError) or run.epoch == 0:
+                raise
+            raise JobError(f"{error}; {kept} has all complete epochs: --resume goes on") from error
+    if ranks.first:
+        kept.unlink(missing_ok=True)
     return {**run.metrics, "seconds": round(time.monotonic() - started, 1)}
+
+
+def _epochs(run: _Run, kept: Path, progress: Progress) -> None:
+    """Train the epochs that are left, and keep each."""
+    with _messages(run.ranks, progress) as messages:
+        while run.epoch < run.settings.epochs:
+            _epoch(run, progress)
+            messages.exchange()
+            if run.epoch < run.settings.epochs:
+                run.save(kept, unfinished=True)
+
+
+def _finish(run: _Run, output: Path) -> None:
+    """Measure on the test samples and write the output."""
+    if run.data.test is not None:
+        run.metrics["test_accuracy"] = run.accuracy(run.data.test)
+    run.save(output, unfinished=False)
 
 
 def partial_path(output: Path) -> Path:
@@ -108,132 +149,242 @@ def _check_data(data: DataSplits, config: TrainConfig) -> None:
         )
 
 
+def _check_same(ranks: Ranks, config: TrainConfig, data: DataSplits) -> None:
+    """Check that all ranks are about to do the same.
+
+    Raises:
+        UsageError: a rank has other options or other data.
+    """
+    values = json.dumps([config.to_dict(), data.record(), data.shape], sort_keys=True)
+    digests = ranks.gather(hashlib.sha256(values.encode()).hexdigest())
+    other = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if other:
+        raise UsageError(
+            f"rank {other[0]} has other options or data than rank 0: start all ranks with the same"
+        )
+
+
+class _Messages(logging.Handler):
+    """What K-FAC has to say: rank 0 prints it, also for the others, each line once."""
+
+    def __init__(self, ranks: Ranks, progress: Progress) -> None:
+        super().__init__()
+        self._ranks, self._progress = ranks, progress
+        self._said: set[str] = set()
+        self._waiting: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a line on rank 0, or keep it for ``exchange``."""
+        if self._ranks.first:
+            self._say(record.getMessage())
+        else:
+            self._waiting.append(record.getMessage())
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._progress.line(text)
+
+    def exchange(self) -> None:
+        """Let rank 0 print what the others kept; all ranks together."""
+        for texts in self._ranks.gather(self._waiting):
+            for text in texts:
+                self._say(text)
+        self._waiting = []
+
+
+@contextmanager
+def _messages(ranks: Ranks, progress: Progress) -> Iterator[_Messages]:
+    logger, handler = logging.getLogger("ul2q.pipeline.kfac"), _Messages(ranks, progress)
+    logger.addHandler(handler)
+    try:
+        yield handler
+    finally:
+        logger.removeHandler(handler)
+
+
+class _OnDevice(nn.Module):
+    """A model on another device than its inputs and outputs."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        super().__init__()
+        self.model, self.device = model, device
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output on the CPU."""
+        return self.model(x.to(self.device)).cpu()
+
+
 class _Run:
     """Everything that changes during training."""
 
-    def __init__(self, config: TrainConfig, data: DataSplits) -> None:
-        self.config, self.data = config, data
-        self.arch_args = models.arguments_for(config.arch, data.shape, data.num_classes or 0)
-        self.model = models.build(config.arch, **self.arch_args)
-        self.lr = config.lr or LEARNING_RATES[config.optimizer]
-        self.optimizer = make_optimizer(self.model, config, self.lr)
+    def __init__(self, config: TrainConfig, settings: Settings, data: DataSplits, ranks: Ranks) -> None:
+        self.config, self.settings, self.data, self.ranks = config, settings, data, ranks
+        self.classes = data.num_classes or 0
+        self.train: Dataset = data.train  # type: ignore[assignment]  # checked before
+        self.stream = Stream(
+            self.train, settings, ranks, seed=config.seed, augment=config.augment, classes=self.classes
+        )
+        self.arch_args = models.arguments_for(config.arch, data.shape, self.classes)
+        self.model = models.build(config.arch, **self.arch_args).to(ranks.device)
+        if config.sync_bn:
+            self.model = convert_sync_batch_norm(self.model)
+        ranks.share_model(self.model)
+        self.optimizer = make_optimizer(self.model, config, settings)
+        self.updater = Updater(
+            self.model, self.optimizer, ranks, size=self.stream.size, precision=config.precision
+        )
         self.epoch = 0
         self.metrics: dict[str, Any] = {}
-        self.train: Dataset = data.train  # type: ignore[assignment]  # checked before
-        full = len(self.train) // config.batch_size
-        self.steps_per_epoch = max(1, full)
 
     def set_rate(self, step: int) -> None:
-        """Set the learning rate for ``step`` of the run, and K-FAC's momentum in proportion, as [K] does."""
-        share = schedule(step, self.steps_per_epoch * self.config.epochs)
+        """Set learning rate, and K-FAC's momentum and damping, for ``step`` of the run."""
+        values = self.settings.at(step, self.stream.steps)
+        if self.config.optimizer != "kfac":
+            values = {"lr": values["lr"]}
         for group in self.optimizer.param_groups:
-            group["lr"] = self.lr * share
-            if self.config.optimizer == "kfac":
-                group["momentum"] = self.config.momentum * share
+            group.update(values)
+
+    def accuracy(self, dataset: Dataset) -> float:
+        """Return the share of right answers, measured by all ranks together."""
+        rows = np.arange(self.ranks.rank, len(dataset), self.ranks.world)
+        right, cpu = 0, self.ranks.device.type == "cpu"
+        if len(rows):
+            model = self.model if cpu else _OnDevice(self.model, self.ranks.device)
+            share = dataset if self.ranks.world == 1 else dataset.subset(rows)
+            found = measure_accuracy(model, share)
+            right = round(found.top1 * found.samples)
+        return self.ranks.total([right])[0] / len(dataset)
 
     def save(self, path: Path, *, unfinished: bool) -> None:
-        """Write a checkpoint; ``unfinished`` adds what is needed to go on."""
-        optimizer = None
+        """Write a checkpoint; ``unfinished`` adds what is needed to go on. All ranks together."""
+        kfac, optimizer, rng = None, None, None
         if unfinished:
-            optimizer = {"config": self.config.to_dict(), "state": self.optimizer.state_dict()}
-        factors = getattr(self.optimizer, "factors_state", None)
-        save_checkpoint(
-            path,
-            self.model,
-            arch=self.config.arch,
-            arch_args=self.arch_args,
-            data=self.data.record(),
-            preprocess=self.data.preprocess,
-            input_shape=self.data.shape,
-            classes=self.data.classes,
-            metrics=self.metrics,
-            kfac=None if factors is None or unfinished else factors(),
-            optimizer=optimizer,
-            epoch=self.epoch,
-            rng={"torch": torch.get_rng_state()} if unfinished else None,
+            optimizer = {"config": self.config.to_dict(), "state": self._optimizer_state()}
+            rng = {"seed": self.config.seed}  # the generators are seeded anew in every epoch
+        else:
+            kfac = self._factors()
+        self.ranks.lead(
+            lambda: save_checkpoint(
+                path,
+                self.model,
+                arch=self.config.arch,
+                arch_args=self.arch_args,
+                data=self.data.record(),
+                preprocess=self.data.preprocess,
+                input_shape=self.data.shape,
+                classes=self.data.classes,
+                metrics=self.metrics,
+                kfac=kfac,
+                optimizer=optimizer,
+                epoch=self.epoch,
+                rng=rng,
+            )
         )
 
-    def restore(self, kept: Checkpoint) -> None:
-        """Go on from ``kept``.
+    def _optimizer_state(self) -> dict[str, Any] | None:
+        if isinstance(self.optimizer, KFAC):
+            return self.optimizer.gather_state_dict()
+        return self.optimizer.state_dict()
+
+    def _factors(self) -> dict[str, Any] | None:
+        """Return the curvature factors to save: those of a last pass, or K-FAC's newest."""
+        if self.config.fisher is None:
+            return self.optimizer.factors_state() if isinstance(self.optimizer, KFAC) else None
+        rows = np.arange(self.ranks.rank, len(self.train), self.ranks.world)
+        device = self.ranks.device
+        return collect_factors(
+            self.model,
+            (
+                (x.to(device), None if y is None else y.to(device))
+                for x, y in batches(self.train.subset(rows), _EVALUATION_BATCH)
+            ),
+            fisher=self.config.fisher,
+            seed=self.config.seed,
+            damping=self.settings.damping,
+        )
+
+    def restore(self, path: Path) -> None:
+        """Go on from the file ``path`` of rank 0. All ranks together."""
+        state = self.ranks.lead(lambda: self._resumable(load_checkpoint(path)))
+        self.model.load_state_dict(state["model"])
+        optimizer = state["optimizer"]
+        if "kfac" in optimizer:
+            optimizer = optimizer | {"kfac": _moved(optimizer["kfac"], self.ranks.device)}
+        self.optimizer.load_state_dict(optimizer)
+        self.epoch, self.metrics = state["epoch"], dict(state["metrics"])
+        self.updater.skipped = self.metrics["skipped"]
+        self.updater.refreshes = self.metrics.get("refreshes", 0)
+
+    def _resumable(self, kept: Checkpoint) -> dict[str, Any]:
+        """Return what ``kept`` holds.
 
         Raises:
             UsageError: it belongs to a run with another configuration, or to other data.
         """
-        state, rng = kept.optimizer, kept.rng
-        if state is None or rng is None or kept.epoch is None:
+        state = kept.optimizer
+        if state is None or kept.epoch is None:
             raise UsageError(f"{kept.path} is a finished checkpoint: there is nothing to resume")
         mine, theirs = self.config.to_dict(), state["config"]
-        if differing := sorted(k for k in mine if mine[k] != theirs.get(k)):
+        if differing := sorted(k for k in mine if k not in _ELSEWHERE and mine[k] != theirs.get(k)):
             shown = ", ".join(f"{k} {theirs.get(k)!r}" for k in differing)
             raise UsageError(f"{kept.path} was started with {shown}: resume with the same, or --overwrite")
         if kept.data != self.data.record():
             raise UsageError(f"{kept.path} was trained on other samples: restore the data, or --overwrite")
-        self.model.load_state_dict(kept.model.state_dict())
-        self.optimizer.load_state_dict(state["state"])
-        torch.set_rng_state(rng["torch"])
-        self.epoch, self.metrics = kept.epoch, dict(kept.metrics)
+        return {
+            "model": kept.model.state_dict(),
+            "optimizer": state["state"],
+            "epoch": kept.epoch,
+            "metrics": kept.metrics,
+        }
 
 
-def schedule(step: int, steps: int) -> float:
-    """Return the share of the learning rate at ``step`` of ``steps``: a linear rise, then a cosine to 0."""
-    rise = max(1, round(WARM_UP * steps))
-    if step < rise:
-        return (step + 1) / rise
-    return 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
-
-
-def make_optimizer(model: nn.Module, config: TrainConfig, lr: float) -> torch.optim.Optimizer:
-    """Return the optimiser that ``config`` names, for all parameters of ``model``."""
-    if config.optimizer == "kfac":
-        from ul2q.pipeline.kfac import KFAC
-
-        return KFAC(
-            model,
-            lr=lr,
-            damping=config.damping or DAMPING,
-            momentum=config.momentum,
-            weight_decay=config.weight_decay,
-            kl_clip=KL_CLIP,
-        )
-    if config.optimizer == "adam":
-        return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=config.weight_decay)
-    return torch.optim.SGD(
-        model.parameters(), lr=lr, momentum=config.momentum, weight_decay=config.weight_decay, nesterov=True
-    )
+def _moved(value: Any, device: torch.device) -> Any:
+    """Return ``value`` with all tensors in it on ``device``."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _moved(one, device) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_moved(one, device) for one in value]
+    return value
 
 
 def _epoch(run: _Run, progress: Progress) -> None:
     """Train one epoch, measure validation accuracy, report.
 
     Raises:
-        JobError: the loss is no longer finite.
+        DivergedError: most batches had gradients that are not finite.
     """
-    config, started, total = run.config, time.monotonic(), 0.0
+    started, stream, updater = time.monotonic(), run.stream, run.updater
+    skipped, refreshes, total = updater.skipped, updater.refreshes, 0.0
+    reseed(run.config.seed, run.epoch, run.ranks.rank)
     run.model.train()
-    passes = batches(
-        run.train,
-        config.batch_size,
-        seed=config.seed,
-        epoch=run.epoch,
-        augment=config.augment,
-        drop_last=True,
-    )
-    with progress.bar(f"epoch {run.epoch + 1}/{config.epochs}", run.steps_per_epoch) as bar:
-        for i, (x, y) in enumerate(passes):
-            run.set_rate(run.epoch * run.steps_per_epoch + i)
-            run.optimizer.zero_grad()
-            loss = F.cross_entropy(run.model(x), y)  # type: ignore[arg-type]  # labelled: _check_data
-            loss.backward()
-            run.optimizer.step()
-            total += loss.item()
+    with progress.bar(f"epoch {run.epoch + 1}/{run.settings.epochs}", stream.steps) as bar:
+        for i, micro_batches in enumerate(stream.epoch(run.epoch)):
+            run.set_rate(run.epoch * stream.steps + i)
+            total += updater.update(micro_batches, len(stream.pieces)) or 0.0
             bar.advance()
     run.epoch += 1
-    mean = total / run.steps_per_epoch
-    if not math.isfinite(mean):
-        raise JobError(f"the loss is {mean} in epoch {run.epoch}: give a smaller --lr (now {run.lr:g})")
+    if not run.config.sync_bn:
+        run.ranks.average_buffers(run.model)
+    skipped, refreshes = updater.skipped - skipped, updater.refreshes - refreshes
+    (total,) = run.ranks.total([total])
+    mean = total / max(1, stream.steps - skipped)
+    if 2 * skipped > stream.steps or not math.isfinite(mean):
+        raise DivergedError(
+            f"the loss is {math.nan if skipped else mean} in epoch {run.epoch}: "
+            f"give a smaller --lr (now {run.settings.lr:g})"
+        )
     run.metrics = {"epochs": run.epoch, "train_loss": mean, "validation_accuracy": None}
-    text = f"epoch {run.epoch}/{config.epochs}  loss {mean:.4f}"
+    run.metrics["skipped"] = updater.skipped
+    text = f"epoch {run.epoch}/{run.settings.epochs}  loss {mean:.4f}"
     if run.data.validation is not None:
-        run.metrics["validation_accuracy"] = measure_accuracy(run.model, run.data.validation).top1
+        run.metrics["validation_accuracy"] = run.accuracy(run.data.validation)
         text += f"  validation {100 * run.metrics['validation_accuracy']:.2f} %"
+    if isinstance(run.optimizer, KFAC):
+        run.metrics["refreshes"] = updater.refreshes
+        text += f"  {refreshes} refreshes in {stream.steps} steps"
+    if skipped:
+        text += f"  {skipped} skipped"
     progress.line(f"{text}  {time.monotonic() - started:.1f} s")

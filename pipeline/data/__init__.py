@@ -4,7 +4,7 @@ Samples stay as the source stores them (often uint8) until they are fetched: the
 W] as the model takes them. Memory grows with the source, never with the work done on it.
 """
 
-from ul2q.pipeline.data.batches import batches
+from ul2q.pipeline.data.batches import Pass, batches
 from ul2q.pipeline.data.datasets import ArrayDataset, Dataset, DataSplits, ImageDataset, MapDataset
 from ul2q.pipeline.data.load import load_data
 from ul2q.pipeline.data.preprocess import Preprocess
@@ -16,6 +16,7 @@ __all__ = [
     "Dataset",
     "ImageDataset",
     "MapDataset",
+    "Pass",
     "Preprocess",
     "as_splits",
     "batches",

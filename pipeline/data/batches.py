@@ -13,6 +13,50 @@ from ul2q.pipeline.data.datasets import Batch, Dataset
 from ul2q.pipeline.errors import UsageError
 
 
+class Pass:
+    """One pass over a dataset: the order of its samples, and how each is varied.
+
+    Attributes:
+        dataset: the samples.
+        order: int64 [len(dataset)], the samples in the order of the pass.
+    """
+
+    def __init__(
+        self, dataset: Dataset, *, seed: int | None = None, epoch: int = 0, augment: bool = False
+    ) -> None:
+        """Settle order and augmentation.
+
+        Args:
+            dataset: the samples.
+            seed: seed of order and augmentation; None keeps the order.
+            epoch: which pass over the data this is.
+            augment: vary the samples as ``dataset.augmentation`` says; needs a seed.
+
+        Raises:
+            UsageError: augmentation without a seed.
+        """
+        count = len(dataset)
+        self.dataset = dataset
+        self.order = np.arange(count) if seed is None else permutation("order", seed, epoch, count)
+        self._kind = dataset.augmentation if augment and len(dataset.shape) == 3 else None
+        if self._kind is not None:
+            if seed is None:
+                raise UsageError("augmentation needs a seed")
+            self._numbers = uniforms("augment", seed, epoch, count, COLUMNS)
+
+    def fetch(self, rows: np.ndarray) -> Batch:
+        """Return the samples ``rows`` (int64 [N], part of ``order``) as this pass has them.
+
+        Raises:
+            UsageError: a sample cannot be read, or holds NaN or Inf (named).
+        """
+        x, y = self.dataset.fetch(rows)
+        _check_finite(x, rows, self.dataset)
+        if self._kind is not None:
+            x = AUGMENTATIONS[self._kind](x, self._numbers[rows])
+        return x, y
+
+
 def batches(
     dataset: Dataset,
     batch_size: int,
@@ -34,26 +78,12 @@ def batches(
 
     Yields:
         One batch after another.
-
-    Raises:
-        UsageError: a sample cannot be read, or holds NaN or Inf (named).
     """
     count = len(dataset)
-    order = np.arange(count) if seed is None else permutation("order", seed, epoch, count)
-    kind = dataset.augmentation if augment and len(dataset.shape) == 3 else None
-    numbers = None
-    if kind is not None:
-        if seed is None:
-            raise UsageError("augmentation needs a seed")
-        numbers = uniforms("augment", seed, epoch, count, COLUMNS)
+    one = Pass(dataset, seed=seed, epoch=epoch, augment=augment)
     end = count - count % batch_size if drop_last and count >= batch_size else count
     for start in range(0, end, batch_size):
-        rows = order[start : min(start + batch_size, end)]
-        x, y = dataset.fetch(rows)
-        _check_finite(x, rows, dataset)
-        if kind is not None and numbers is not None:
-            x = AUGMENTATIONS[kind](x, numbers[rows])
-        yield x, y
+        yield one.fetch(one.order[start : min(start + batch_size, end)])
 
 
 def _check_finite(x: torch.Tensor, rows: np.ndarray, dataset: Dataset) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,10 @@ from ul2q.pipeline.config import TrainConfig
 from ul2q.pipeline.data import load_data
 from ul2q.pipeline.errors import JobError, UsageError
 from ul2q.pipeline.progress import Progress
-from ul2q.pipeline.train import make_optimizer, partial_path, schedule, train
+from ul2q.pipeline.train import partial_path, train
+from ul2q.pipeline.training.ranks import Ranks
+from ul2q.pipeline.training.settings import resolve, schedule
+from ul2q.pipeline.training.update import make_optimizer
 
 
 @pytest.fixture(autouse=True)
@@ -234,7 +236,8 @@ def test_schedule_rises_linearly_and_falls_as_a_cosine() -> None:
 
 def test_rate_and_momentum_of_kfac_follow_the_schedule(data: str) -> None:
     for optimizer, follows in (("kfac", True), ("sgd", False)):
-        run = training._Run(config(data, optimizer=optimizer, lr=0.2, batch_size=10), load_data(data))
+        chosen = config(data, optimizer=optimizer, lr=0.2, batch_size=10)
+        run = training._Run(chosen, resolve(chosen), load_data(data), Ranks())
         for step in (0, 7, 20):
             run.set_rate(step)
             share = schedule(step, 30)  # 105 training samples: 10 steps in each of 3 epochs
@@ -245,10 +248,19 @@ def test_rate_and_momentum_of_kfac_follow_the_schedule(data: str) -> None:
 
 def test_configuration_reaches_the_optimiser(data: str) -> None:
     model = nn.Linear(2, 2)
-    kfac = make_optimizer(model, config(data, optimizer="kfac", damping=0.7, weight_decay=0.3), 0.2)
-    assert {k: kfac.param_groups[0][k] for k in ("lr", "damping", "momentum", "weight_decay")} == {
-        "lr": 0.2, "damping": 0.7, "momentum": 0.9, "weight_decay": 0.3,
+
+    def made(**changes: Any) -> Any:
+        chosen = config(data, **changes)
+        return make_optimizer(model, chosen, resolve(chosen))
+
+    kfac = made(optimizer="kfac", lr=0.2, damping=0.7, weight_decay=0.3, transport="float16", refresh=3)
+    assert {k: kfac.param_groups[0][k] for k in ("lr", "damping", "momentum", "weight_decay", "kl_clip")} == {
+        "lr": 0.2, "damping": 0.7, "momentum": 0.9, "weight_decay": 0.3, "kl_clip": 1e-3,
     }  # fmt: skip
-    sgd = make_optimizer(model, config(data, momentum=0.5), 0.1)
-    assert sgd.param_groups[0]["momentum"] == 0.5
-    assert dataclasses.asdict(config(data))["momentum"] == 0.9
+    assert kfac.options.transport == "float16"
+    assert [kfac.schedule.due("", step) for step in range(4)] == [True, False, False, True]
+    adaptive = made(optimizer="kfac", refresh="adaptive", rescale_weights=True, kl_clip=0.0)
+    assert (adaptive.options.adaptive, adaptive.options.rescale_weights) == (0.1, True)
+    assert adaptive.param_groups[0]["kl_clip"] is None
+    assert made(momentum=0.5).param_groups[0]["momentum"] == 0.5
+    assert made().param_groups[0]["momentum"] == 0.9

@@ -1,0 +1,244 @@
+"""The processes that train together on torch.distributed, or the one that trains alone.
+
+A launcher (torchrun, or whatever sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT) starts the same command
+once a rank. What goes wrong anywhere ends all ranks: sockets close when a process ends, so that every
+collective of the others fails at once, and only the first rank to complain is heard.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+
+from ul2q.pipeline.errors import JobError, UsageError
+from ul2q.pipeline.kfac.communication import communication
+
+T = TypeVar("T")
+
+#: how long a rank waits for one that neither answers nor closes its connections (a machine without power)
+TIMEOUT = datetime.timedelta(minutes=5)
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among all ranks. Methods with ``all ranks`` must be called by all of them together.
+
+    Attributes:
+        rank: 0..world-1.
+        world: number of ranks P.
+        device: where this rank computes.
+    """
+
+    rank: int = 0
+    world: int = 1
+    device: torch.device = _CPU
+
+    @classmethod
+    def current(cls, device: str = "auto") -> Ranks:
+        """Return this process's place in the default process group, if there is one.
+
+        Args:
+            device: ``cpu``, ``cuda``, or ``auto`` for a GPU where there is one.
+
+        Returns:
+            The ranks.
+        """
+        grouped = dist.is_available() and dist.is_initialized()
+        rank, world = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+        return cls(rank, world, choose_device(device))
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank prints and writes."""
+        return self.rank == 0
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        """Return the sums of a few numbers over all ranks."""
+        if self.world == 1:
+            return list(values)
+        numbers = torch.tensor(values, dtype=torch.float64)
+        with communication():
+            dist.all_reduce(numbers)
+        return numbers.tolist()
+
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, on all ranks."""
+        values: list[Any] = [value] * self.world
+        if self.world > 1:
+            with communication():
+                dist.all_gather_object(values, value)
+        return values
+
+    def lead(self, work: Callable[[], T]) -> T:
+        """Let rank 0 do a piece of work; all ranks get its result.
+
+        Returns:
+            What ``work`` returned on rank 0.
+
+        Raises:
+            UsageError: ``work`` raised it on rank 0.
+            JobError: likewise, or another rank has ended.
+        """
+        if self.world == 1:
+            return work()
+        answer: list[Any] = [None]
+        if self.first:
+            try:
+                answer = [(None, work())]
+            except (UsageError, JobError) as error:
+                answer = [(isinstance(error, UsageError), str(error))]
+        with communication():
+            dist.broadcast_object_list(answer, src=0)
+        wrong_usage, value = answer[0]
+        if wrong_usage is None:
+            return value
+        raise UsageError(value) if wrong_usage else JobError(value)
+
+    def share_model(self, model: nn.Module) -> None:
+        """Give all ranks the parameters and buffers of rank 0."""
+        if self.world == 1:
+            return
+        with communication(), torch.no_grad():
+            for tensor in [*model.parameters(), *model.buffers()]:
+                dist.broadcast(tensor, src=0)
+
+    def average_buffers(self, model: nn.Module) -> None:
+        """Give all ranks the mean of their floating-point buffers: running statistics of batch norm."""
+        if self.world > 1:
+            self._average([b for b in model.buffers() if b.is_floating_point()])
+
+    def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Give all ranks the mean of their gradients."""
+        if self.world > 1:
+            self._average([p.grad for p in parameters if p.grad is not None])
+
+    def _average(self, tensors: list[torch.Tensor]) -> None:
+        with communication(), torch.no_grad():
+            for dtype in sorted({t.dtype for t in tensors}, key=str):
+                same = [t for t in tensors if t.dtype == dtype]
+                flat = torch.cat([t.reshape(-1) for t in same])
+                dist.all_reduce(flat)
+                pieces = flat.div_(self.world).split([t.numel() for t in same])
+                for tensor, piece in zip(same, pieces, strict=True):
+                    tensor.copy_(piece.reshape(tensor.shape))
+
+
+def choose_device(wanted: str) -> torch.device:
+    """Find the device of this rank: ranks of one machine take its GPUs in turn.
+
+    Args:
+        wanted: ``cpu``, ``cuda``, or ``auto`` for a GPU where there is one.
+
+    Returns:
+        The device.
+
+    Raises:
+        UsageError: there is no such device, or fewer GPUs than ranks on this machine.
+    """
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    local, count = _number("LOCAL_RANK", 0), torch.cuda.device_count()
+    if count == 0:
+        raise UsageError("device is 'cuda', and torch sees no GPU here: give --device cpu")
+    if local >= count:
+        has = f"local rank {local} has no GPU, this machine has {count}"
+        raise UsageError(f"{has}: start fewer ranks, or give --device cpu")
+    return torch.device("cuda", local)
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        raise UsageError(f"the environment's {name} is {text!r}: start with torchrun, or unset it")
+    return int(text)
+
+
+class _Group:
+    """What this process knows about its group: where complaints are counted, and whether its own counts."""
+
+    store: Store | None = None
+    heard: bool | None = None
+
+
+def may_speak() -> bool:
+    """Say whether this rank is the one to report an error.
+
+    Returns:
+        Whether it is rank 0; once the ranks have joined, whether it is the first that asks.
+    """
+    if _Group.heard is None and _Group.store is not None:
+        try:
+            _Group.heard = _Group.store.add("complaints", 1) == 1
+        except RuntimeError:  # the rank that kept the count is gone, and with it whatever it said
+            _Group.heard = True
+    if _Group.heard is None:
+        return os.environ.get("RANK", "0") == "0"
+    return _Group.heard
+
+
+def _told_to_end(*_: object) -> NoReturn:
+    raise JobError("told to end (SIGTERM), as a launcher does when another rank has failed")
+
+
+@contextmanager
+def joined(device: str = "auto") -> Iterator[bool]:
+    """Join the ranks that the environment names for the length of the block; nothing if it names none.
+
+    Args:
+        device: as for :func:`choose_device`; with GPUs tensors travel by NCCL, else by gloo.
+
+    Yields:
+        Whether this is rank 0, or the only process.
+
+    Raises:
+        UsageError: the environment is incomplete.
+        JobError: not all ranks came in time.
+    """
+    if _number("WORLD_SIZE", 1) <= 1 or dist.is_initialized():
+        yield True
+        return
+    if missing := [n for n in ("RANK", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ]:
+        raise UsageError(f"WORLD_SIZE is set but not {', '.join(missing)}: start with torchrun, or set them")
+    rank, world, place = _number("RANK", 0), _number("WORLD_SIZE", 1), choose_device(device)
+    if rank >= world:
+        raise UsageError(f"RANK is {rank} of WORLD_SIZE {world}: ranks count from 0")
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _told_to_end)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    try:
+        _Group.store, *_ = next(rendezvous("env://", timeout=TIMEOUT))
+        dist.init_process_group(
+            "gloo" if place.type == "cpu" else "cpu:gloo,cuda:nccl",
+            store=PrefixStore("group", _Group.store),
+            rank=rank,
+            world_size=world,
+            timeout=TIMEOUT,
+        )
+    except RuntimeError as error:
+        first = str(error).splitlines()[0]
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise JobError(f"rank {rank} of {world} did not find the others at {address}: {first}") from error
+    try:
+        yield rank == 0
+        with communication():
+            dist.barrier()  # none leaves while another still works: it would be taken for dead
+    except BaseException:
+        may_speak()  # before the connections close, which the others would complain about
+        raise
+    dist.destroy_process_group()
+    _Group.store = None

@@ -1,0 +1,152 @@
+"""What a training run does, once recipe and defaults have filled what the configuration leaves open."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ul2q.pipeline.config import TrainConfig
+from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.kfac import Recipe, recipe, schemes
+
+T = TypeVar("T")
+
+EPOCHS, BATCH_SIZE, MOMENTUM = 12, 64, 0.9
+#: learning rates that suit all networks here, chosen on validation digits of mnist5k
+LEARNING_RATES = {"kfac": 0.05, "sgd": 0.05, "adam": 2e-3}
+#: λ and norm guard of K-FAC, chosen likewise; without the guard, networks without batch norm diverge
+DAMPING, KL_CLIP = 0.03, 1e-3
+#: share of the steps over which the learning rate rises
+WARM_UP = 0.2
+#: steps between refreshes of K-FAC's statistics, and the paper's threshold of adaptive ones
+REFRESH, SIMILAR = 10, 0.1
+
+#: fields of TrainConfig that only K-FAC uses, and their options
+KFAC_ONLY = {
+    "damping": "--damping",
+    "initial_damping": "--initial-damping",
+    "kl_clip": "--kl-clip",
+    "refresh": "--refresh",
+    "transport": "--transport",
+    "rescale_weights": "--rescale-weights",
+    "recipe": "--recipe",
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A configuration with nothing left open.
+
+    Attributes:
+        epochs: passes over the training data.
+        batch_size: samples that all ranks compute at once.
+        update_size: samples behind one update, at least ``batch_size``.
+        lr: largest learning rate.
+        momentum: momentum at that learning rate.
+        damping: λ of K-FAC.
+        initial_damping: λ of the first step.
+        kl_clip: norm guard of K-FAC, None without.
+        refresh: steps between refreshes; None lets K-FAC adapt them.
+        mixup: α of running mixup, 0 without.
+        erase: random erasing.
+        rescale_weights: shrink weights after every update.
+        recipe: the recipe with all overrides applied, or None.
+    """
+
+    epochs: int
+    batch_size: int
+    update_size: int
+    lr: float
+    momentum: float
+    damping: float
+    initial_damping: float
+    kl_clip: float | None
+    refresh: int | None
+    mixup: float
+    erase: bool
+    rescale_weights: bool
+    recipe: Recipe | None
+
+    def at(self, step: int, steps_per_epoch: int) -> dict[str, float]:
+        """Return ``lr``, ``momentum`` and ``damping`` of a step of the run.
+
+        Without a recipe the learning rate rises linearly, then falls as a cosine; K-FAC's momentum
+        follows it, as [K] does.
+        """
+        if self.recipe is not None:
+            values = self.recipe.at(step / steps_per_epoch)
+            warm = self.recipe.start * steps_per_epoch
+        else:
+            steps = steps_per_epoch * self.epochs
+            share = schedule(step, steps)
+            values = {"lr": self.lr * share, "momentum": self.momentum * share}
+            warm = WARM_UP * steps
+        damping = schemes.warmed_damping(step, self.damping, self.initial_damping, max(1, round(warm)))
+        return {**values, "damping": damping}
+
+
+def schedule(step: int, steps: int) -> float:
+    """Return the share of the learning rate at ``step`` of ``steps``: a linear rise, then a cosine to 0."""
+    rise = max(1, round(WARM_UP * steps))
+    if step < rise:
+        return (step + 1) / rise
+    return 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
+
+
+def resolve(config: TrainConfig) -> Settings:
+    """Fill what ``config`` leaves open: by its recipe, else by the defaults.
+
+    Another number of epochs than the recipe's stretches the recipe's schedule.
+
+    Args:
+        config: the configuration.
+
+    Returns:
+        The settings.
+
+    Raises:
+        UsageError: the recipe is unknown, or options do not go together.
+    """
+    if config.optimizer != "kfac":
+        for field, option in KFAC_ONLY.items():
+            if getattr(config, field) is not None:
+                raise UsageError(f"{option} is of K-FAC: leave it out, or give --optimizer kfac")
+    row = None if config.recipe is None else recipe(config.recipe)
+    epochs = _first(config.epochs, row.epochs if row else EPOCHS)
+    batch = _first(config.batch_size, row.batch if row else BATCH_SIZE)
+    if config.simulate_batch is not None and config.simulate_batch < batch:
+        raise UsageError(
+            f"--simulate-batch is {config.simulate_batch}, less than the {batch} samples of --batch-size: "
+            "give a smaller --batch-size"
+        )
+    lr = _first(config.lr, row.lr if row else LEARNING_RATES[config.optimizer])
+    momentum = _first(config.momentum, row.momentum if row else MOMENTUM)
+    damping = _first(config.damping, row.damping if row else DAMPING)
+    refresh = _first(config.refresh, REFRESH)
+    settings = Settings(
+        epochs=epochs,
+        batch_size=batch,
+        update_size=_first(config.simulate_batch, batch),
+        lr=lr,
+        momentum=momentum,
+        damping=damping,
+        initial_damping=_first(config.initial_damping, damping),
+        kl_clip=_first(config.kl_clip, 0.0 if row else KL_CLIP) or None,
+        refresh=refresh if isinstance(refresh, int) else None,
+        mixup=_first(config.mixup, row.mixup if row else 0.0),
+        erase=_first(config.erase, row.erase if row else False),
+        rescale_weights=_first(config.rescale_weights, row.rescale_weights if row else False),
+        recipe=None,
+    )
+    if row is None:
+        return settings
+    start, end = (e * epochs / row.epochs for e in (row.start, row.end))
+    row = dataclasses.replace(row, lr=lr, momentum=momentum, start=start, end=end)
+    return dataclasses.replace(settings, recipe=row)
+
+
+def _first(given: T | None, default: T) -> T:
+    """Return ``given`` unless it is None."""
+    return default if given is None else given

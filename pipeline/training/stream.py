@@ -1,0 +1,122 @@
+"""The training samples of one rank, in micro-batches that together are the global batch.
+
+Which samples a global batch has, and how each is varied, is a function of seed, epoch and sample only; the
+ranks cut it into contiguous shares, and every share into micro-batches.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ul2q.pipeline.data import Dataset, Pass
+from ul2q.pipeline.data.counter import uniforms
+from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.kfac import schemes
+from ul2q.pipeline.training.ranks import Ranks
+from ul2q.pipeline.training.settings import Settings
+
+#: uniform numbers of one image for random erasing
+_ERASING = 6
+
+
+def cut(count: int, parts: int) -> list[slice]:
+    """Return 0..count-1 as contiguous slices whose lengths differ by at most one."""
+    ends = [count * i // parts for i in range(parts + 1)]
+    return [slice(a, b) for a, b in itertools.pairwise(ends)]
+
+
+class Stream:
+    """The training samples as this rank sees them.
+
+    Attributes:
+        size: samples behind one update, over all ranks.
+        steps: updates in an epoch; samples that do not fill one are left out of that epoch.
+        pieces: where the micro-batches of this rank are in a global batch; as many on every rank.
+    """
+
+    def __init__(
+        self, dataset: Dataset, settings: Settings, ranks: Ranks, *, seed: int, augment: bool, classes: int
+    ) -> None:
+        """Cut the batches.
+
+        Args:
+            dataset: all training samples, labelled.
+            settings: of the run.
+            ranks: among whom a batch is shared out.
+            seed: seed of order and augmentation.
+            augment: vary the samples as the dataset says.
+            classes: number of classes.
+
+        Raises:
+            UsageError: there are more ranks than samples in a batch.
+        """
+        self.size = min(settings.update_size, len(dataset))
+        self.steps = len(dataset) // self.size
+        if ranks.world > min(self.size, settings.batch_size):
+            least = f"a batch of {min(self.size, settings.batch_size)} samples"
+            raise UsageError(f"{ranks.world} ranks share {least}: start fewer, or give a larger --batch-size")
+        share = cut(self.size, ranks.world)[ranks.rank]
+        count = min(-(-self.size // settings.batch_size), self.size // ranks.world)
+        inside = cut(share.stop - share.start, count)
+        self.pieces = [slice(share.start + one.start, share.start + one.stop) for one in inside]
+        self._dataset, self._settings, self._ranks = dataset, settings, ranks
+        self._seed, self._augment, self._classes = seed, augment, classes
+        images = len(dataset.shape) == 3
+        self._erase = settings.erase and images
+
+    def epoch(self, epoch: int) -> Iterator[Iterator[tuple[Tensor, Tensor]]]:
+        """Yield for every update an iterator over this rank's micro-batches, on this rank's device.
+
+        Mixup starts afresh with every epoch, so that a run that goes on has nothing to remember.
+
+        Args:
+            epoch: number of the epoch, from 0.
+
+        Yields:
+            Iterators of inputs [n, ...] and targets: labels [n], or with mixup probabilities [n, classes].
+        """
+        one = Pass(self._dataset, seed=self._seed, epoch=epoch, augment=self._augment)
+        count = len(self._dataset)
+        erasing = uniforms("erase", self._seed, epoch, count, _ERASING) if self._erase else None
+        mixing = uniforms("mixup", self._seed, epoch, count, 1)[:, 0] if self._settings.mixup else None
+        mixed: list[tuple[Tensor, Tensor] | None] = [None] * len(self.pieces)
+
+        def micro_batches(step: int) -> Iterator[tuple[Tensor, Tensor]]:
+            rows = one.order[step * self.size : (step + 1) * self.size]
+            for i, piece in enumerate(self.pieces):
+                yield self._load(one, rows[piece], erasing, mixing, mixed, i)
+
+        for step in range(self.steps):
+            yield micro_batches(step)
+
+    def _load(
+        self,
+        one: Pass,
+        rows: np.ndarray,
+        erasing: np.ndarray | None,
+        mixing: np.ndarray | None,
+        mixed: list[tuple[Tensor, Tensor] | None],
+        index: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the samples ``rows``, erased and mixed with the last micro-batch of the same index."""
+        x, y = one.fetch(rows)
+        assert y is not None  # noqa: S101 (the data were checked to have labels)
+        if erasing is not None:
+            x = schemes.random_erasing(x, erasing[rows])
+        if mixing is not None:
+            weights = schemes.mixup_weights(mixing[rows], self._settings.mixup)
+            x, y = schemes.running_mixup(x, F.one_hot(y, self._classes).to(x.dtype), mixed[index], weights)
+            mixed[index] = (x, y)
+        return x.to(self._ranks.device), y.to(self._ranks.device)
+
+
+def reseed(seed: int, epoch: int, rank: int) -> None:
+    """Seed torch's generators (dropout) for one epoch of one rank: resuming needs no states."""
+    words = np.random.SeedSequence([seed % 2**64, epoch, rank]).generate_state(1, np.uint64)
+    torch.manual_seed(int(words[0]) >> 1)
