@@ -75,6 +75,7 @@ class Exchange:
         self.rank, self.world, self.owners = dist.get_rank(), dist.get_world_size(), tuple(owners)
         self._units, self._contribute, self._agree, self._dtype = tuple(units), contribute, agree, dtype
         self._group = dist.new_group()
+        self._device = units[0].parameters[0].device  # where the backend can reach small numbers too
         self._buckets = [_Bucket(part) for part in _split(units, bucket_bytes)]
         self._bucket_of = {unit: bucket for bucket in self._buckets for unit in bucket.units}
         self._forms: list[Form] | None = None
@@ -82,9 +83,9 @@ class Exchange:
         self.sent_bytes = 0
 
     @property
-    def started(self) -> bool:
-        """Whether something of this step has been launched."""
-        return self._forms is not None
+    def launched(self) -> int:
+        """Buckets of this step that are under way or done."""
+        return self._next
 
     def _type(self, unit: int) -> torch.dtype:
         return self._dtype or self._units[unit].parameters[0].dtype
@@ -120,8 +121,7 @@ class Exchange:
                 self._forms = self._agree()
             by_owner = [[u for u in bucket.units if self.owners[u] == rank] for rank in range(self.world)]
             sizes = [sum(self._bytes(u) for u in units) for units in by_owner]
-            device = self._units[bucket.units[0]].parameters[0].device
-            send = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+            send = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
             start = 0
             for unit in (u for units in by_owner for u in units):
                 stop = start + self._bytes(unit)
@@ -129,7 +129,7 @@ class Exchange:
                 encode(self._units[unit], part, self._forms[unit], self._type(unit), send[start:stop])
                 start = stop
             mine = sizes[self.rank]
-            bucket.received = torch.empty(mine * self.world, dtype=torch.uint8, device=device)
+            bucket.received = torch.empty(mine * self.world, dtype=torch.uint8, device=self._device)
             bucket.work = dist.all_to_all_single(
                 bucket.received, send, [mine] * self.world, sizes, group=self._group, async_op=True
             )
@@ -162,7 +162,7 @@ class Exchange:
 
     def restart(self) -> None:
         """Forget this step's launches; waits for those under way, and completes them with the other ranks."""
-        if self.started:
+        if self.launched:
             self.collect()
         for bucket in self._buckets:
             bucket.reset()
@@ -176,8 +176,9 @@ class Exchange:
             op: sum or maximum.
 
         Returns:
-            The result, in place.
+            The result.
         """
+        values = values.to(self._device)
         with communication():
             dist.all_reduce(values, op=op, group=self._group)
         return values

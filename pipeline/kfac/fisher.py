@@ -154,7 +154,7 @@ def _reduced(local: Record | None, layer: KroneckerLayer) -> Record:
         sums = local.sums
         parts = [math.tri(sums.a.dense()).reshape(-1), math.tri(sums.g.dense()).reshape(-1)]
         counts = [float(sums.rows), float(local.samples), 1.0, float(local.problem is not None)]
-    numbers = torch.tensor(counts, dtype=torch.float64)
+    numbers = torch.tensor(counts, dtype=torch.float64, device=like.device)
     with communication():
         dist.all_reduce(numbers)
         for part in parts:

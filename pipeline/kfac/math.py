@@ -98,7 +98,7 @@ class Moment:
         return self.rows.square().sum().reshape(1)
 
     def scale_(self, factor: float) -> Moment:
-        """Multiply by ``factor`` >= 0 in place; return the moment itself."""
+        """Return the moment itself, multiplied in place by ``factor`` >= 0."""
         self._tensor.mul_(factor if self.rows is None else factor**0.5)
         return self
 

@@ -82,7 +82,7 @@ def train(spec: dict[str, Any]) -> dict[str, Any]:
     """Train on this rank's share of every global batch; the losses are means over the ranks."""
     model, kfac = build(spec)
     dtype, n = spec.get("dtype", torch.float64), spec.get("batch", 12)
-    losses = []
+    losses, launched = [], 0
     for step in range(*spec["steps"]):
         x, y = (part.chunk(dist.get_world_size())[dist.get_rank()] for part in batch(step, n, dtype))
         kfac.zero_grad()
@@ -95,6 +95,8 @@ def train(spec: dict[str, Any]) -> dict[str, Any]:
                 loss = F.cross_entropy(model(micro_x), micro_y, reduction="sum") / len(x)
                 loss.backward()
             total += loss.item()
+        exchange = kfac._collector._exchange
+        launched = 0 if exchange is None else exchange.launched
         if spec.get("die_at") == step and dist.get_rank() == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         kfac.step()
@@ -109,6 +111,7 @@ def train(spec: dict[str, Any]) -> dict[str, Any]:
         "skipped": kfac.skipped,
         "owned": [p.shape for p in kfac.state],
         "sent": kfac.sent_bytes,
+        "launched": launched,
         "uncovered": kfac.uncovered,
     }
 

@@ -103,6 +103,13 @@ def test_any_number_of_ranks_gives_the_same_weights(ranks: Ranks, setting: str) 
         assert sum(len(result["owned"]) for result in results) == len(alone["owned"])  # state at owners only
 
 
+def test_buckets_are_sent_while_backward_runs(ranks: Ranks) -> None:
+    spec = {"steps": (0, 2), "options": {"bucket_bytes": 1}}
+    assert [result["launched"] for result in ranks.results("train", 2, spec)] == [6, 6]  # one for each unit
+    apart = ranks.results("train", 2, spec | {"micro": 2})
+    assert [result["launched"] for result in apart] == [6, 6]
+
+
 def test_float32_on_several_ranks(ranks: Ranks) -> None:
     spec = {"steps": (0, 20), "dtype": torch.float32, "kfac": {"lr": 0.01}}
     (alone,) = ranks.results("train", 1, spec)

@@ -338,6 +338,23 @@ def test_a_loss_scale_is_divided_out(loss_scale: float) -> None:
         assert torch.allclose(p, q, rtol=1e-10)
 
 
+def test_autocast_gives_nearly_the_update_of_full_precision() -> None:
+    x, y = _batch(16, 1, 6, 6, dtype=torch.float32)
+    changes = []
+    for enabled in (False, True):
+        model = _network(dtype=torch.float32)
+        before = torch.cat([p.detach().reshape(-1).clone() for p in model.parameters()])
+        optimizer = KFAC(model, lr=0.01, momentum=0)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        assert not optimizer.uncovered
+        assert optimizer.factors_state()["layers"]["0"]["A"].dtype == torch.float32
+        changes.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]) - before)
+    assert 0 < (changes[1] - changes[0]).norm() < 0.1 * changes[0].norm()
+
+
 def test_a_grad_scaler_works() -> None:
     model, other = _network(), _network()
     _train(model, KFAC(model, lr=0.01), range(3))
