@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,12 +14,13 @@ import onnx_ir.passes.common as passes
 from ul2q import __version__
 
 
-def finish(model: ir.Model, input_names: Sequence[str]) -> dict[str, str]:
+def finish(model: ir.Model, input_names: Sequence[str], wide: Collection[str] = ()) -> dict[str, str]:
     """Clean an exported graph and name everything in it after the layers.
 
     Args:
         model: as torch.onnx exports it; changed in place.
         input_names: names of the inputs, where there are several.
+        wide: scopes whose weights reach beyond ±64.
 
     Returns:
         The last uint8 tensor of each scope: the codes of a site.
@@ -28,6 +29,7 @@ def finish(model: ir.Model, input_names: Sequence[str]) -> dict[str, str]:
     passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     passes.RemoveUnusedNodesPass()(model)
     passes.DeduplicateInitializersPass()(model)
+    _own_zero_points(graph, wide)
     _drop_default_attributes(model)
     sites = _name(graph, input_names)
     for node in graph:
@@ -77,6 +79,26 @@ def _name(graph: ir.Graph, input_names: Sequence[str]) -> dict[str, ir.Value]:
             dims = [d if isinstance(d, int) else "batch" for d in value.shape]
             value.shape = ir.Shape(dims)
     return sites
+
+
+def _own_zero_points(graph: ir.Graph, wide: Collection[str]) -> None:
+    """Give weights beyond ±64 zero points of their own.
+
+    On CPUs with saturating kernels ONNX Runtime rewrites such a weight together with its zero point, and
+    fails to load the file when two of them share it.
+    """
+    for node in graph:
+        if node.op_type != "DequantizeLinear" or _scope(node) not in wide:
+            continue
+        shared = node.inputs[2]
+        if shared is None or shared.const_value is None or shared.const_value.dtype != ir.DataType.INT8:
+            continue
+        tensor = ir.tensor(shared.const_value.numpy(), name=f"{_scope(node)}.zero_point")
+        own = ir.Value(
+            name=tensor.name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor
+        )
+        graph.register_initializer(own)
+        node.replace_input_with(2, own)
 
 
 def _drop_default_attributes(model: ir.Model) -> None:

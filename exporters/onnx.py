@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import onnx_ir as ir
 import torch
 from torch import Tensor, nn
@@ -88,7 +89,8 @@ def export_lowered(
     exported = _export(lowered.module, example, opset)
     graph = exported.graph
     storage = _pack_weights(graph, lowered.weights, config.storage)
-    sites = finish(exported, lowered.input_names)
+    wide = [path for path, w in lowered.weights.items() if np.abs(w.stored.astype(np.int16)).max() > 64]
+    sites = finish(exported, lowered.input_names, wide)
     entries = {
         "ul2q.version": __version__,
         "ul2q.min_onnxruntime": OPSETS[opset][1],

@@ -22,6 +22,7 @@ from google.protobuf.message import DecodeError
 from onnxruntime.capi import onnxruntime_pybind11_state as state
 
 from ul2q.pipeline.errors import JobError, UsageError
+from ul2q.runtimes.cpu import kernels_saturate
 from ul2q.runtimes.inputs import Array, checked_feeds, example_input
 
 Model = Path | str | bytes | onnx.ModelProto
@@ -126,9 +127,8 @@ def session(
     """
     options = ort.SessionOptions()
     options.log_severity_level = _ERROR_SEVERITY
-    # Without it, CPUs whose u8*s8 kernels add pairs in saturating int16 give wrong sums for weights beyond
-    # +-64. Other CPUs ignore it.
-    options.add_session_config_entry("session.x64quantprecision", "1")
+    if kernels_saturate():  # then weights beyond +-64 need the exact kernels, which are slower elsewhere
+        options.add_session_config_entry("session.x64quantprecision", "1")
     if threads is not None:
         options.intra_op_num_threads = threads
     if not spinning:
