@@ -53,7 +53,9 @@ def main() -> None:
     for heading in headings:
         table.add_column(heading, justify="right")
     for wbits in options.wbits:
-        table.add_row(*_row(model, wbits, options, progress))
+        row = _row(model, wbits, options, progress)
+        progress.line(" | ".join(row))
+        table.add_row(*row)
     Console(width=120).print(table)
 
 
