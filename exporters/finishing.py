@@ -29,7 +29,7 @@ def finish(model: ir.Model, input_names: Sequence[str], wide: Collection[str] = 
     passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     passes.RemoveUnusedNodesPass()(model)
     passes.DeduplicateInitializersPass()(model)
-    _own_zero_points(graph, wide)
+    _own_tensors(graph, wide)
     _drop_default_attributes(model)
     sites = _name(graph, input_names)
     for node in graph:
@@ -81,24 +81,28 @@ def _name(graph: ir.Graph, input_names: Sequence[str]) -> dict[str, ir.Value]:
     return sites
 
 
-def _own_zero_points(graph: ir.Graph, wide: Collection[str]) -> None:
-    """Give weights beyond ±64 zero points of their own.
+def _own_tensors(graph: ir.Graph, wide: Collection[str]) -> None:
+    """Give weights beyond ±64 tensors and zero points that no other layer reads.
 
     On CPUs with saturating kernels ONNX Runtime rewrites such a weight together with its zero point, and
-    fails to load the file when two of them share it.
+    fails to load the file when two of them share either.
     """
     for node in graph:
         if node.op_type != "DequantizeLinear" or _scope(node) not in wide:
             continue
-        shared = node.inputs[2]
-        if shared is None or shared.const_value is None or shared.const_value.dtype != ir.DataType.INT8:
-            continue
-        tensor = ir.tensor(shared.const_value.numpy(), name=f"{_scope(node)}.zero_point")
-        own = ir.Value(
-            name=tensor.name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor
-        )
-        graph.register_initializer(own)
-        node.replace_input_with(2, own)
+        for index, kind in ((0, "weight"), (2, "zero_point")):
+            shared = node.inputs[index]
+            if shared is None or shared.const_value is None or shared.const_value.dtype != ir.DataType.INT8:
+                continue
+            name = f"{_scope(node)}.{kind}"
+            if len(shared.uses()) == 1 or shared.name == name:
+                continue
+            tensor = ir.tensor(shared.const_value.numpy(), name=name)
+            own = ir.Value(
+                name=name, shape=shared.shape, type=ir.TensorType(tensor.dtype), const_value=tensor
+            )
+            node.replace_input_with(index, own)
+            graph.register_initializer(own)
 
 
 def _drop_default_attributes(model: ir.Model) -> None:

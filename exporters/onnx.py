@@ -27,6 +27,7 @@ from ul2q.pipeline.files import write_bytes
 from ul2q.pipeline.graph.capture import Captured, quiet
 from ul2q.pipeline.graph.layers import LoweredWeight
 from ul2q.pipeline.graph.lower import Lowered
+from ul2q.pipeline.quantize.grid import SATURATION_FREE
 
 #: IR version and oldest ONNX Runtime for each opset.
 OPSETS: dict[int, tuple[int, str]] = {
@@ -89,7 +90,7 @@ def export_lowered(
     exported = _export(lowered.module, example, opset)
     graph = exported.graph
     storage = _pack_weights(graph, lowered.weights, config.storage)
-    wide = [path for path, w in lowered.weights.items() if np.abs(w.stored.astype(np.int16)).max() > 64]
+    wide = [path for path, weight in lowered.weights.items() if _is_wide(weight)]
     sites = finish(exported, lowered.input_names, wide)
     entries = {
         "ul2q.version": __version__,
@@ -110,13 +111,19 @@ def _pack_weights(graph: ir.Graph, weights: Mapping[str, LoweredWeight], storage
     packed: dict[bytes, ir.Value] = {}
     for path, weight in weights.items():
         content = weight.stored.tobytes() + repr((weight.stored.shape, weight.grid.zero_point)).encode()
-        if content in packed:
+        if content in packed and _is_wide(weight):  # see finishing: it cannot be shared
+            forms[path] = "plain"
+        elif content in packed:
             graph.initializers[f"{path}.weight"].replace_all_uses_with(packed[content])
             del graph.initializers[f"{path}.weight"]
             forms[path] = "shared"
         else:
             forms[path], packed[content] = unpacker.replace(f"{path}.weight", weight)
     return forms
+
+
+def _is_wide(weight: LoweredWeight) -> bool:
+    return bool(np.abs(weight.stored.astype(np.int16)).max() > SATURATION_FREE)
 
 
 def export_float(captured: Captured, example: Sequence[Tensor], opset: int = 21) -> ExportedModel:

@@ -103,16 +103,21 @@ class _Form:
         z = limit - m * (2**k - 1)
         return cls(multiplier, m - z, m + z)
 
-    def nearest(self, alpha: np.ndarray, beta: np.ndarray) -> np.ndarray:
+    def nearest(self, alpha: Array, beta: Array, xp: Namespace = np) -> Array:
         """Return the offset nearest to ``beta``, within the form's range or not, as float64."""
         if self.multiplier == 1:
-            return np.round(beta / alpha + 0.5)
-        return np.round(self.multiplier * beta / alpha) + self.multiplier // 2
+            return xp.round(beta / alpha + 0.5)
+        return xp.round(self.multiplier * beta / alpha) + self.multiplier // 2
 
-    def fits(self, alpha: np.ndarray, beta: np.ndarray) -> np.ndarray:
+    def fits(self, alpha: Array, beta: Array, xp: Namespace = np) -> Array:
         """Return where the nearest offset is within the form's range."""
-        c = self.nearest(alpha, beta)
-        return (self.low <= c) & (c <= self.high)
+        c = self.nearest(alpha, beta, xp)
+        return xp.logical_and(self.low <= c, c <= self.high)
+
+
+def _fine_forms(k: int) -> list[_Form]:
+    """Return the fine forms of k <= 5 bits, the largest m first."""
+    return [_Form.bounded(k, 2 * m, SATURATION_FREE) for m in range(SATURATION_FREE // (2**k - 1), 0, -1)]
 
 
 def _fine_form(alpha: np.ndarray, beta: np.ndarray, k: int) -> _Form | None:
@@ -121,7 +126,7 @@ def _fine_form(alpha: np.ndarray, beta: np.ndarray, k: int) -> _Form | None:
     Channels that do not even fit m = 1 have to grow, less for small m, while the others lose less by large m:
     then m is the one of the least expected squared error.
     """
-    forms = [_Form.bounded(k, 2 * m, SATURATION_FREE) for m in range(SATURATION_FREE // (2**k - 1), 0, -1)]
+    forms = _fine_forms(k)
     for form in forms:
         if np.all(form.fits(alpha, beta)):
             return form
@@ -230,6 +235,39 @@ def deployable_grid(alpha: np.ndarray, beta: np.ndarray, k: int) -> Grid:
         offset=offset,
         zero_point=zero_point,
     )
+
+
+def snapped_offset(alpha: Array, beta: Array, k: int, xp: Namespace) -> Array:
+    """Return β̂ for ``alpha`` and ``beta`` while a graph is traced, where no value may be looked at.
+
+    It is that of `deployable_grid`, bit for bit, wherever no step has to grow; elsewhere ``beta`` itself. For
+    real weights (|μ| below a few σ) steps grow for 8 bits per channel only.
+
+    Args:
+        alpha: step, float32 [] or [C].
+        beta: offset, as ``alpha``.
+        k: width in bits, 1..8.
+        xp: array namespace.
+
+    Returns:
+        β̂, float32 as ``alpha``.
+    """
+    varying = alpha > 0
+    step = ul2q.cast(xp.where(varying, alpha, alpha * 0 + 1), "float64", xp)
+    centre = ul2q.cast(xp.where(varying, beta, beta * 0), "float64", xp)
+    forms = _fine_forms(k) if k <= 5 else []
+    if len(alpha.shape) == 0:
+        forms += [_Form.bounded(k, 1, SATURATION_FREE)] * (k == 6) + [_Form(1, -INT8_LIMIT, INT8_LIMIT)]
+    else:
+        limits = {6: (SATURATION_FREE, INT8_LIMIT), 7: (INT8_LIMIT,)}.get(k, ())
+        forms += [_Form.bounded(k, 1, limit) for limit in limits]
+    found = beta
+    for form in reversed(forms):  # the first that fits is set last
+        scale = alpha / float(form.multiplier)
+        offset = ul2q.cast(form.nearest(step, centre, xp), "float32", xp)
+        usable = xp.all(form.fits(step, centre, xp))
+        found = xp.where(usable, scale * (offset - form.multiplier / 2), found)
+    return xp.where(varying, found, beta)
 
 
 def _integers(q: Array, grid: Grid, axis: int, xp: Namespace) -> Array:

@@ -9,10 +9,11 @@ frozen     ``load_onnx``                                       ``codes`` (int8),
 =========  ==================================================  =============================================
 
 A trainable layer takes α = λ*·σ and β = μ from its kernel at every step (equations 10 and 12 of [P], see
-`ul2q.pipeline.quantize.ul2q`). A stored one keeps the grid of the file, because the moments of quantised
-weights are not those of the weights that were quantised. The gradient passes to the kernel unchanged
-(straight through), without a part through α and β. Both compute in float32. A frozen layer computes with
-integers, exactly what ONNX Runtime computes with the file.
+`ul2q.pipeline.quantize.ul2q`), and moves β to the grid of the file: training drives weights to the edges of
+their cells, where the smallest shift would change codes. A stored one keeps the grid of the file, because the
+moments of quantised weights are not those of the weights that were quantised. The gradient passes to the
+kernel unchanged (straight through), without a part through α and β. Both compute in float32. A frozen layer
+computes with integers, exactly what ONNX Runtime computes with the file.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ import numpy as np
 from keras import ops
 from numpy.typing import NDArray
 
+from ul2q.exporters import keras_layout as layout
 from ul2q.exporters import packing
 from ul2q.pipeline.config import GRANULARITIES
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.quantize import arithmetic, ul2q
-from ul2q.pipeline.quantize.grid import Grid, quantize_weight
-from ul2q.runtimes.keras import integers, layout
+from ul2q.pipeline.quantize.grid import Grid, quantize_weight, snapped_offset
+from ul2q.runtimes.keras import integers
 from ul2q.runtimes.keras.integers import Format, Tensor, as_format
 
 PACKAGE = "ul2q"
@@ -195,6 +197,7 @@ class Weighted(keras.layers.Layer):
         if not self.fixed_grid:
             axis = 0 if self.granularity == "channel" else None
             alpha, beta = ul2q.scale_offset(w, self.wbits, axis, ops, check=False)
+            beta = snapped_offset(alpha, beta, self.wbits, ops)
             levels = ul2q.levels(ul2q.codes(w, alpha, beta, self.wbits, 0, ops), alpha, beta, 0, ops)
         else:
             alpha, beta = ops.convert_to_tensor(self.alpha), ops.convert_to_tensor(self.beta)

@@ -16,10 +16,10 @@ from typing import Any
 import keras
 from keras import layers
 
+from ul2q.exporters.keras_graph import check_layout, functional, walk
 from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.errors import UsageError
 from ul2q.runtimes.keras.base import Weighted
-from ul2q.runtimes.keras.graph import check_layout, functional, walk
 from ul2q.runtimes.keras.layers import (
     UL2QConv1D,
     UL2QConv2D,
@@ -146,10 +146,10 @@ class _Cloning:
         self, model: keras.Model, wbits: int, abits: int, exclude: Sequence[str], granularity: str, fit: str
     ) -> None:
         self.model, self.fit, self.abits = model, fit, abits
-        self.common = {"wbits": wbits, "abits": abits, "granularity": granularity}
+        self.common: dict[str, Any] = {"wbits": wbits, "abits": abits, "granularity": granularity}
         self.excluded = self._excluded(exclude)
         self.uses = _uses(model)
-        self.copies: dict[int, Any] = {}
+        self.copies: dict[Any, Any] = {}
         self.quantized = 0
 
     def run(self) -> keras.Model:

@@ -13,8 +13,9 @@ import numpy as np
 from keras import layers
 from numpy.typing import NDArray
 
+from ul2q.exporters import keras_layout as layout
 from ul2q.pipeline.errors import UsageError
-from ul2q.runtimes.keras import integers, layout
+from ul2q.runtimes.keras import integers
 from ul2q.runtimes.keras.base import Weighted
 from ul2q.runtimes.keras.integers import Format
 from ul2q.runtimes.keras.joining import (
@@ -442,6 +443,30 @@ def _average_pool(loading: Loading, operator: Operator) -> None:
 # Moving
 
 
+@handles("Pad")
+def _pad(loading: Loading, operator: Operator) -> None:
+    value, widths, fill = (
+        loading.value(operator),
+        loading.constant(operator, 1),
+        loading.constant(operator, 2),
+    )
+    zero = value.format.zero_point if value.coded and value.format is not None else 0
+    mode = operator.attributes.get("mode", b"constant")
+    plain = mode == b"constant" and value.rank == 4 and widths is not None and value.flat is None
+    if not plain or (0 if fill is None else float(fill)) != zero or loading.constant(operator, 3) is not None:
+        raise _refuse(loading, operator, f"of mode {mode.decode()} with {fill}")
+    pairs = _pairs([int(w) for w in widths], 4)
+    if any(p for pair in pairs[:2] for p in pair):
+        raise _refuse(loading, operator, "of batch or channels")
+    x = value.tensor
+    before = [[max(p, 0) for p in pair] for pair in pairs[2:]]
+    cut = [[max(-p, 0) for p in pair] for pair in pairs[2:]]
+    for kind, amount in ((layers.ZeroPadding2D, before), (layers.Cropping2D, cut)):
+        if any(p for pair in amount for p in pair):
+            x = kind(amount, name=loading.unique(operator.layer))(x)
+    _keep(loading, operator, value, x)
+
+
 @handles("Identity", "Dropout")
 def _identity(loading: Loading, operator: Operator) -> None:
     loading.values[operator.outputs[0]] = loading.value(operator)
@@ -572,6 +597,7 @@ _ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
     "Elu": lambda a: layers.ELU(a.get("alpha", 1.0)),
     "LeakyRelu": lambda a: layers.LeakyReLU(negative_slope=a.get("alpha", 0.01)),
     "HardSwish": lambda _: layers.Activation("hard_silu"),
+    "Gelu": lambda _: layers.Activation("gelu"),
     "Softmax": lambda _: layers.Softmax(axis=-1),
 }
 _TABLES = {"Sigmoid": "sigmoid", "LeakyRelu": "leaky_relu"}
@@ -584,6 +610,8 @@ def _activation(loading: Loading, operator: Operator) -> None:
         axis = int(operator.attributes.get("axis", -1))
         if _axis(axis, value.rank) != value.rank - 1 or value.flat is not None:
             raise _refuse(loading, operator, f"over axis {axis}")
+    if operator.attributes.get("approximate", b"none") != b"none":
+        raise _refuse(loading, operator, "by an approximation")
     quantized, frozen = _rounded(loading, operator, [value]) if operator.op in _TABLES else (None, None)
     if frozen is not None:
         slope = float(operator.attributes.get("alpha", 0.01))
