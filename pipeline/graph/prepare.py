@@ -108,6 +108,7 @@ class _Preparation:
         # Sites become modules of the lowered graph, beside the layers that stay in float.
         self.names = set(self.modules) | set(dir(self.module))
         self.constant = self._constant_nodes()
+        self.first = next(node for node in self.graph.nodes if node.op != "placeholder")
         self.coded: set[fx.Node] = set()  # nodes whose value lies on a grid of codes
         self.float_sites: dict[fx.Node, fx.Node] = {}  # float value -> its quantiser
 
@@ -274,7 +275,9 @@ class _Preparation:
         target = _unused("quantizer_" + name.replace(".", "_"), self.modules)
         module = ActivationQuantizer(name=name, fit=self.config.act_fit, clip=clip)
         self.module.add_submodule(target, module)
-        with self.graph.inserting_after(source):
+        # Inputs stay together at the top: node names would hide them otherwise.
+        behind = self.first if source.op == "placeholder" else source.next
+        with self.graph.inserting_before(behind):
             quantizer = self.graph.create_node("call_module", target, (source,))
         quantizer.meta = dict(source.meta)
         for reader in readers:
