@@ -108,7 +108,7 @@ class _Preparation:
         # Sites become modules of the lowered graph, beside the layers that stay in float.
         self.names = set(self.modules) | set(dir(self.module))
         self.constant = self._constant_nodes()
-        self.first = next(node for node in self.graph.nodes if node.op != "placeholder")
+        self.first = [node for node in self.graph.nodes if node.op == "placeholder"][-1].next
         self.coded: set[fx.Node] = set()  # nodes whose value lies on a grid of codes
         self.float_sites: dict[fx.Node, fx.Node] = {}  # float value -> its quantiser
 
