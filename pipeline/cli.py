@@ -38,6 +38,7 @@ from ul2q.pipeline.options import (
     quant_config,
     read_text,
     shown,
+    targets,
 )
 
 if TYPE_CHECKING:
@@ -175,7 +176,9 @@ def train(
 
 @app.command()
 def compress(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A checkpoint.", show_default=False)],
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="A checkpoint or a .keras file.", show_default=False)
+    ],
     wbits: Annotated[int | None, typer.Option(help="Bits of a weight, 1 to 8.")] = None,
     abits: Annotated[int | None, typer.Option(help="Bits of an activation: 8, or 32 for float.")] = None,
     arch: Arch = None,
@@ -200,6 +203,7 @@ def compress(
     crop: Annotated[int | None, typer.Option(help="Then cut out the middle square of this side.")] = None,
     opset: Annotated[int | None, typer.Option(help="ONNX opset of the file.")] = None,
     storage: Annotated[str | None, typer.Option(help="table, or int2 for typed tensors.")] = None,
+    to: Annotated[str, typer.Option(help="What to write: onnx, or onnx,keras.")] = "onnx",
     seed: Annotated[int | None, typer.Option(help="Seed of everything random.")] = None,
     config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A config.json; options given here come first.")
@@ -243,6 +247,7 @@ def compress(
         overwrite=overwrite,
         dry_run=dry_run,
         trust_pickle=trust_pickle,
+        to=targets(to, {"onnx", "keras"}),
         progress=progress,
     )
     print_report(result.report, as_json)
@@ -251,9 +256,30 @@ def compress(
 
 
 @app.command()
+def export(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="What compress wrote.", show_default=False)],
+    to: Annotated[str, typer.Option(help="keras: writes DIR/model.keras.")] = "keras",
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Write the model of a folder in another format."""
+    _start(quiet, debug)
+    from ul2q.pipeline.files import check_output
+    from ul2q.pipeline.mirror import write_mirror
+
+    targets(to, {"keras"})
+    output = folder / "model.keras"
+    check_output(output, overwrite=overwrite)
+    write_mirror(folder / "model.onnx", output)
+    typer.echo(f"written: {output}, {output.stat().st_size:,} bytes")
+
+
+@app.command()
 def evaluate(
     model: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="MODEL.onnx or a checkpoint.", show_default=False)
+        Path,
+        typer.Argument(metavar="MODEL", help="MODEL.onnx, MODEL.keras or a checkpoint.", show_default=False),
     ],
     data: Data = None,
     arch: Arch = None,

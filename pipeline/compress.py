@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from ul2q import __version__
 from ul2q.exporters.onnx import ExportedModel, export_float, export_lowered
-from ul2q.pipeline import measure
+from ul2q.pipeline import measure, mirror
 from ul2q.pipeline.accuracy import measure_accuracy
 from ul2q.pipeline.calibrate import BatchNormChoice, calibrate, fit_activations
 from ul2q.pipeline.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
@@ -63,10 +64,22 @@ class CompressedModel:
         """Write the ONNX file."""
         self.exported.save(Path(path))
 
-    def save(self, directory: str | Path, *, overwrite: bool = False) -> Path:
+    def to_keras(self) -> Any:
+        """Return the frozen Keras model, which computes what the ONNX file computes."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "model.onnx"
+            self.exported.save(path)
+            return mirror.keras_runtime().load_onnx(path)
+
+    def save(self, directory: str | Path, *, overwrite: bool = False, to: Sequence[str] = ("onnx",)) -> Path:
         """Write model.onnx, float.onnx, checkpoint.pt, config.json and the reports, verified and measured.
 
         The directory appears complete or not at all.
+
+        Args:
+            directory: where to write.
+            overwrite: replace an existing directory.
+            to: "onnx", and "keras" for model.keras too.
 
         Returns:
             The directory.
@@ -77,8 +90,10 @@ class CompressedModel:
         """
         directory = Path(directory)
         check_output(directory, overwrite=overwrite)
+        if "keras" in to:
+            mirror.keras_runtime()  # a missing package is told before any work
         with replacing_folder(directory) as folder:
-            self.report = _write(self, folder)
+            self.report = _write(self, folder, "keras" in to)
         return directory
 
 
@@ -237,7 +252,7 @@ def _metadata(work: _Work) -> dict[str, str]:
     return metadata
 
 
-def _write(compressed: CompressedModel, folder: Path) -> dict[str, Any]:
+def _write(compressed: CompressedModel, folder: Path, with_keras: bool) -> dict[str, Any]:
     """Return the write all files into ``folder``, verify and measure them, and return the report."""
     work, lowered = compressed._work, compressed.lowered
     files = measure.Files(folder / "model.onnx", folder / "float.onnx")
@@ -261,6 +276,7 @@ def _write(compressed: CompressedModel, folder: Path) -> dict[str, Any]:
             f"verified {parity.sites} activation sites on {parity.samples} samples: "
             f"{parity.differing_codes} differing codes"
         )
+        twin, keras_parity = _write_keras(compressed, folder, inputs) if with_keras else (None, None)
     with work.stage("report"):
         values = {
             "ul2q": __version__,
@@ -273,10 +289,10 @@ def _write(compressed: CompressedModel, folder: Path) -> dict[str, Any]:
             "config": compressed.config.to_dict(),
             "seed": compressed.config.seed,
             **compressed.report,
-            "size": measure.sizes(files),
+            "size": measure.sizes(files) | _keras_size(folder),
             "memory": measure.memory(files),
-            "accuracy": _accuracies(work, lowered, files),
-            "parity": {"onnxruntime": parity.to_dict()},
+            "accuracy": _accuracies(work, lowered, files, twin),
+            "parity": {"onnxruntime": parity.to_dict(), "keras": keras_parity},
             "latency_ms": measure.latency(files),
             "warnings": work.warnings,
         }
@@ -287,7 +303,25 @@ def _write(compressed: CompressedModel, folder: Path) -> dict[str, Any]:
     return dict(report)
 
 
-def _accuracies(work: _Work, lowered: Lowered, files: measure.Files) -> dict[str, Any]:
+def _write_keras(compressed: CompressedModel, folder: Path, inputs: Tensor) -> tuple[Any, dict[str, Any]]:
+    """Write model.keras into ``folder`` and compare it.
+
+    Returns:
+        The model as it was read back, and its parity.
+    """
+    path, progress = folder / "model.keras", compressed._work.progress
+    twin = mirror.write_mirror(folder / "model.onnx", path)
+    parity = mirror.mirror_parity(path, twin, compressed.lowered, inputs)
+    progress.line(f"verified {parity.sites} sites in Keras: {parity.differing_codes} differing codes")
+    return twin, parity.to_dict()
+
+
+def _keras_size(folder: Path) -> dict[str, Any]:
+    path = folder / "model.keras"
+    return {"keras_bytes": path.stat().st_size if path.exists() else None}
+
+
+def _accuracies(work: _Work, lowered: Lowered, files: measure.Files, twin: Any) -> dict[str, Any]:
     test = work.data.test
     if test is None or (work.metric is None and not work.data.labelled):
         return {}
@@ -297,6 +331,7 @@ def _accuracies(work: _Work, lowered: Lowered, files: measure.Files) -> dict[str
         "float": work.test_score(work.model),
         "quantized": work.test_score(lowered.module),
         "onnxruntime": work.test_score(measure.OnnxModule(files.quantized)),
+        "keras": None if twin is None else work.test_score(mirror.KerasModule(twin)),
     }
 
 
@@ -323,6 +358,7 @@ def compress_file(
     overwrite: bool = False,
     dry_run: bool = False,
     trust_pickle: bool = False,
+    to: Sequence[str] = ("onnx",),
     progress: Progress | None = None,
 ) -> CompressionResult:
     """Compress a checkpoint file and write a directory of results (`pipeline compress`).
@@ -339,6 +375,7 @@ def compress_file(
         overwrite: replace an existing directory.
         dry_run: check everything and plan the layers, but write nothing.
         trust_pickle: allow files that can run code.
+        to: what to write, "onnx" and "keras".
         progress: where to report.
 
     Returns:
@@ -351,14 +388,18 @@ def compress_file(
     directory = output or model.with_name(f"{model.stem}-w{config.wbits}a{config.abits}")
     check_output(directory, overwrite=overwrite or dry_run)
     started = time.perf_counter()
-    checkpoint = load_checkpoint(model, arch, arch_args, trust_pickle)
+    notes: list[str] = []
+    if model.suffix == ".keras":
+        checkpoint, notes = mirror.load_keras_checkpoint(model)
+    else:
+        checkpoint = load_checkpoint(model, arch, arch_args, trust_pickle)
     splits = _load_data(checkpoint, data, input_shape, preprocess)
-    work = _Work(checkpoint.model, splits, config, progress, source=checkpoint)
+    work = _Work(checkpoint.model, splits, config, progress, source=checkpoint, warnings=notes)
     work.seconds["load"] = time.perf_counter() - started
     if dry_run:
         return CompressionResult(None, _plan(work))
     compressed = _compress(work)
-    compressed.save(directory, overwrite=overwrite)
+    compressed.save(directory, overwrite=overwrite, to=to)
     return CompressionResult(directory, compressed.report)
 
 

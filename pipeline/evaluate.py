@@ -59,7 +59,7 @@ def evaluate_file(
     """Measure the accuracy of a file on the test samples.
 
     Args:
-        model: an ONNX file or a checkpoint.
+        model: an ONNX file, a .keras file or a checkpoint.
         data: data source; None takes what a checkpoint records.
         arch: the network of a checkpoint that does not record it.
         arch_args: its arguments.
@@ -78,6 +78,8 @@ def evaluate_file(
 
     if model.suffix == ".onnx":
         predict, fit, recorded = _onnx(model)
+    elif model.suffix == ".keras":
+        predict, fit, recorded = _keras(model)
     else:
         predict, fit, recorded = _checkpoint(load_checkpoint(model, arch, arch_args, trust_pickle))
     spec = data or recorded
@@ -102,6 +104,22 @@ def _onnx(model: Path) -> tuple[Predict, dict[str, Any], str | None]:
     if len(output.shape) == 2 and isinstance(output.shape[1], int):
         fit["classes"] = output.shape[1]
     return module, fit, None
+
+
+def _keras(model: Path) -> tuple[Predict, dict[str, Any], str | None]:
+    from ul2q.pipeline.mirror import KerasModule, keras_runtime
+
+    runtime = keras_runtime()
+    loaded = runtime.files.load_keras(model)
+    about = runtime.files.keras_metadata(model)
+    try:
+        preprocess = json.loads(about.get("ul2q.preprocess", "{}")) or None
+    except (json.JSONDecodeError, TypeError) as error:
+        raise UsageError(f"{model}: its preprocessing is not JSON: compress the model again") from error
+    fit: dict[str, Any] = {"input_shape": runtime.files.input_shape(loaded), "preprocess": preprocess}
+    if len(loaded.outputs) == 1 and len(loaded.outputs[0].shape) == 2:
+        fit["classes"] = loaded.outputs[0].shape[1]
+    return KerasModule(loaded), fit, None
 
 
 def _checkpoint(loaded: Checkpoint) -> tuple[Predict, dict[str, Any], str | None]:

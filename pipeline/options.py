@@ -153,3 +153,19 @@ def shown(values: dict[str, Any]) -> str:
     """
     parts = ((name, f"{value:.4g}" if isinstance(value, float) else value) for name, value in values.items())
     return ", ".join(f"{name} {value}" for name, value in parts)
+
+
+def targets(text: str, allowed: set[str]) -> tuple[str, ...]:
+    """Read ``--to onnx,keras``.
+
+    Returns:
+        The names.
+
+    Raises:
+        UsageError: one of them is unknown.
+    """
+    names = tuple(name.strip() for name in text.split(","))
+    for name in names:
+        if name not in allowed:
+            raise UsageError(f"--to {text}: {name!r} is unknown; use {', '.join(sorted(allowed))}")
+    return names

@@ -77,7 +77,7 @@ def verify(
     Raises:
         JobError: the file does not reproduce the network.
     """
-    comparison = _Comparison(code_tensors)
+    comparison = Comparison(code_tensors)
     step = _samples_at_a_time(lowered, inputs)
     live, outputs = _session_with(path, list(code_tensors.values()))
     names = [spec.name for spec in live.get_inputs()]
@@ -142,7 +142,9 @@ def _samples_at_a_time(lowered: Lowered, inputs: Sequence[Tensor]) -> int:
     return int(max(1, min(len(inputs[0]), _BYTES_AT_A_TIME // max(per_sample, 1))))
 
 
-class _Comparison:
+class Comparison:
+    """Collects how codes and outputs differ, batch by batch."""
+
     def __init__(self, code_tensors: Mapping[str, str]) -> None:
         self.code_tensors = code_tensors
         self.differing = dict.fromkeys(code_tensors, 0)
@@ -153,6 +155,7 @@ class _Comparison:
         self.same: list[NDArray[np.bool_]] = []
 
     def add_codes(self, codes: Mapping[str, Tensor], values: Mapping[str, NDArray[Any]]) -> None:
+        """Take in the codes of every site, ours and those of a runtime."""
         for site, tensor in self.code_tensors.items():
             difference = np.abs(codes[site].numpy().astype(np.int16) - values[tensor].astype(np.int16))
             self.differing[site] += int(np.count_nonzero(difference))
@@ -161,6 +164,7 @@ class _Comparison:
     def add_outputs(
         self, ours: Sequence[Tensor], theirs: Sequence[NDArray[Any]], scales: Sequence[float | None]
     ) -> None:
+        """Take in the outputs, ours and those of a runtime, with the step of each."""
         for a, b, scale in zip(ours, theirs, scales, strict=True):
             difference = _largest_difference(a.numpy(), b)
             self.max_abs = max(self.max_abs, difference)
@@ -173,6 +177,7 @@ class _Comparison:
             self.same.append(ours[0].argmax(1).numpy() == theirs[0].argmax(1))
 
     def parity(self, samples: int) -> Parity:
+        """Return the agreement over ``samples`` inputs."""
         first = next((site for site, count in self.differing.items() if count), None)
         agreement = float(np.concatenate(self.same).mean()) if self.same else None
         return Parity(

@@ -58,8 +58,9 @@ def is_zero_pad(node: fx.Node) -> bool:
         return len(node.args) < 3 or bool(node.args[2] == 0)
     if node.target is not aten.pad.default:
         return False
-    given: list[Any] = list(node.args[2:4])
-    mode, value = [*given, *["constant", None][len(given) :]]
+    given = node.args[2:4]
+    mode = given[0] if given else "constant"
+    value = given[1] if len(given) > 1 else None
     return mode == "constant" and not value
 
 
