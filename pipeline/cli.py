@@ -67,6 +67,7 @@ def _start(quiet: bool, debug: bool) -> Progress:
     _debug = debug
     if not debug:
         warnings.simplefilter("ignore")  # libraries' warnings are about code, and would tear the progress bar
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # likewise, read when torch is imported
     logging.getLogger("ul2q").setLevel(logging.INFO if debug else logging.WARNING)
     return Progress(quiet=quiet)
 

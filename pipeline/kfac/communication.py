@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -25,5 +26,6 @@ def communication() -> Iterator[None]:
     except JobError:
         raise
     except RuntimeError as error:
-        first = str(error).splitlines()[0]
+        # gloo says "[file.cc:line] what happened. Advice": the middle is enough
+        first = re.sub(r"^\[\S+:\d+\] ", "", str(error).splitlines()[0]).split(". ")[0]
         raise JobError(f"rank {dist.get_rank()} lost the others, this run cannot go on: {first}") from error

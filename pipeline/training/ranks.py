@@ -29,6 +29,8 @@ T = TypeVar("T")
 
 #: how long a rank waits for one that neither answers nor closes its connections (a machine without power)
 TIMEOUT = datetime.timedelta(minutes=5)
+#: how long rank 0 waits for all to start
+START_TIMEOUT = datetime.timedelta(minutes=2)
 
 _CPU = torch.device("cpu")
 
@@ -216,14 +218,42 @@ def joined(device: str = "auto") -> Iterator[bool]:
     rank, world, place = _number("RANK", 0), _number("WORLD_SIZE", 1), choose_device(device)
     if rank >= world:
         raise UsageError(f"RANK is {rank} of WORLD_SIZE {world}: ranks count from 0")
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _told_to_end)
     if place.type == "cuda":
         torch.cuda.set_device(place)
+    with _ending_on_sigterm():
+        _connect(rank, world, place)
+        try:
+            yield rank == 0
+            with communication():
+                dist.barrier()  # none leaves while another still works: it would be taken for dead
+        except BaseException:
+            may_speak()  # before the connections close, which the others would complain about
+            raise
+        dist.destroy_process_group()
+        _Group.store = None
+
+
+@contextmanager
+def _ending_on_sigterm() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _told_to_end)
+    yield
+    signal.signal(signal.SIGTERM, before)  # not after an error: this process is about to end, and says why
+
+
+def _connect(rank: int, world: int, device: torch.device) -> None:
+    """Make the default process group.
+
+    Raises:
+        JobError: not all ranks came in time.
+    """
+    _Group.heard = None
     try:
-        _Group.store, *_ = next(rendezvous("env://", timeout=TIMEOUT))
+        _Group.store, *_ = next(rendezvous("env://", timeout=START_TIMEOUT))
         dist.init_process_group(
-            "gloo" if place.type == "cpu" else "cpu:gloo,cuda:nccl",
+            "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
             store=PrefixStore("group", _Group.store),
             rank=rank,
             world_size=world,
@@ -233,12 +263,3 @@ def joined(device: str = "auto") -> Iterator[bool]:
         first = str(error).splitlines()[0]
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise JobError(f"rank {rank} of {world} did not find the others at {address}: {first}") from error
-    try:
-        yield rank == 0
-        with communication():
-            dist.barrier()  # none leaves while another still works: it would be taken for dead
-    except BaseException:
-        may_speak()  # before the connections close, which the others would complain about
-        raise
-    dist.destroy_process_group()
-    _Group.store = None

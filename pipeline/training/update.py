@@ -86,7 +86,7 @@ class Updater:
             with self._accumulating(last=i == count - 1):
                 with torch.autocast(x.device.type, torch.bfloat16, enabled=self._half):
                     outputs = self.model(x)
-                loss = F.cross_entropy(outputs.float(), y, reduction="sum")
+                loss = F.cross_entropy(outputs.float() if self._half else outputs, y, reduction="sum")
                 # the mean over the ranks is what gradients and K-FAC's statistics are taken of
                 (loss / (self._size / self._ranks.world)).backward()
             total += loss.item()

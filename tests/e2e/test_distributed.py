@@ -1,0 +1,87 @@
+"""``pipeline train`` as a launcher starts it: once for every rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ul2q import load_checkpoint
+
+MODULE = ("-m", "ul2q.pipeline", "train", "mlp", "--data", "digits", "--batch-size", "60")
+
+
+def started(rank: int, port: int, *options: str) -> subprocess.Popen[str]:
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    command = [sys.executable, *MODULE, *options]
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def test_a_killed_rank_ends_the_other_with_one_line(cli: Any, tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    path.write_bytes(b"precious")
+    port = free_port()
+    options = ("--epochs", "200", "--overwrite", "-o", str(path))
+    first, second = (started(rank, port, *options) for rank in (0, 1))
+    assert first.stderr is not None
+    assert first.stderr.readline().startswith("epoch 1/200")
+    assert first.stderr.readline().startswith("epoch 2/200")
+    second.send_signal(signal.SIGKILL)
+    killed = time.monotonic()
+    out, err = first.communicate(timeout=60)
+    assert time.monotonic() - killed < 30
+    assert (first.returncode, out) == (1, "")
+    (line,) = [text for text in err.splitlines() if not text.startswith("epoch")]
+    assert line.startswith("error: rank 0 lost the others, this run cannot go on: ")
+    assert line.endswith("model.unfinished.pt has all complete epochs: --resume goes on")
+    assert second.communicate() == ("", "")
+    assert path.read_bytes() == b"precious"
+    kept = load_checkpoint(tmp_path / "model.unfinished.pt")
+    assert kept.epoch is not None
+    assert kept.epoch >= 1
+    assert all(torch.isfinite(p).all() for p in kept.model.parameters())
+    assert "was started with epochs 200" in cli(*MODULE[2:], "-o", path, "--epochs", "9", "--resume").error()
+
+
+def test_torchrun_prints_one_result_or_one_error(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+
+    def run(*options: str) -> subprocess.CompletedProcess[str]:
+        command = [*torchrun, *MODULE, "--epochs", "1", "-o", str(tmp_path / "model.pt"), *options]
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False, timeout=120
+        )
+
+    done = run()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{tmp_path / 'model.pt'}: epochs 1, train_loss ")
+    assert len(done.stdout.splitlines()) == 1
+    assert done.stderr.count("epoch 1/1  loss ") == 1
+    wrong = run("--recipe", "osawa-1", "--overwrite")
+    assert wrong.stdout == ""
+    assert wrong.stderr.count("error: recipe is 'osawa-1': use one of osawa-4096, ") == 1
+    assert wrong.returncode == 1  # torchrun's own
+    assert "exitcode  : 2" in wrong.stderr

@@ -1,0 +1,85 @@
+"""Recipes, defaults and overrides; what does not go together; learning rate, momentum and damping in time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ul2q.pipeline.config import TrainConfig
+from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.kfac import RECIPES
+from ul2q.pipeline.training.settings import resolve
+
+
+def config(**changes: Any) -> TrainConfig:
+    return TrainConfig("mlp", "digits", **changes)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_a_starting_point(name: str) -> None:
+    row, settings = RECIPES[name], resolve(config(recipe=name))
+    assert settings.recipe == row
+    for field in ("epochs", "lr", "momentum", "damping", "mixup", "erase", "rescale_weights"):
+        assert getattr(settings, field) == getattr(row, field)
+    assert (settings.batch_size, settings.update_size, settings.kl_clip) == (row.batch, row.batch, None)
+
+
+def test_options_override_the_recipe() -> None:
+    given = {
+        "epochs": 70,
+        "lr": 0.5,
+        "momentum": 0.5,
+        "damping": 0.1,
+        "mixup": 0.0,
+        "erase": False,
+        "kl_clip": 1.0,
+    }
+    settings = resolve(config(recipe="osawa-8192", batch_size=64, simulate_batch=8192, **given))
+    assert {key: getattr(settings, key) for key in given} == given
+    assert (settings.batch_size, settings.update_size, settings.rescale_weights) == (64, 8192, True)
+    for step, share in ((10, 1.0), (300, (1 - (30 - 2) / (107 - 2)) ** 8)):  # twice the recipe's epochs
+        assert settings.at(step, 10) == pytest.approx(
+            {"lr": 0.5 * share, "momentum": 0.5 * share, "damping": 0.1}
+        )
+
+
+def test_defaults() -> None:
+    settings = resolve(config())
+    assert (settings.epochs, settings.batch_size, settings.update_size) == (12, 64, 64)
+    assert (settings.lr, settings.momentum, settings.damping, settings.kl_clip) == (0.05, 0.9, 0.03, 1e-3)
+    assert (settings.mixup, settings.erase, settings.rescale_weights, settings.recipe) == (
+        0,
+        False,
+        False,
+        None,
+    )
+    assert settings.refresh == 10
+    assert resolve(config(refresh="adaptive")).refresh is None
+
+
+def test_damping_falls_geometrically_while_the_rate_rises() -> None:
+    settings = resolve(config(damping=0.01, initial_damping=1.0, epochs=10))  # rises over 20 of 100 steps
+    found = [settings.at(step, 10)["damping"] for step in (0, 10, 20, 50)]
+    assert found == pytest.approx([1.0, 0.1, 0.01, 0.01])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"recipe": "osawa-1"}, "recipe is 'osawa-1': use one of osawa-4096, "),
+        ({"recipe": "osawa-4096", "optimizer": "sgd"}, "--recipe is of K-FAC: leave it out"),
+        ({"damping": 0.1, "optimizer": "adam"}, "--damping is of K-FAC"),
+        ({"simulate_batch": 32}, "--simulate-batch is 32, less than the 64 samples of --batch-size"),
+        ({"refresh": "often"}, "refresh is 'often': give a number of steps, or adaptive"),
+        ({"refresh": 0}, "refresh is 0"),
+        ({"momentum": 1.5}, "momentum is 1.5: it must be at most 1"),
+        ({"transport": "int8"}, "transport is 'int8': use one of float32, float16, bfloat16"),
+        ({"fisher": "true"}, "fisher is 'true': use one of mc, empirical"),
+        ({"precision": "float16"}, "precision is 'float16': use one of float32, bfloat16"),
+        ({"device": "tpu"}, "device is 'tpu': use one of auto, cpu, cuda"),
+    ],
+)
+def test_what_does_not_go_together(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        resolve(config(**changes))
