@@ -62,10 +62,21 @@ def test_float64_is_cast_and_a_mapping_is_taken(make_matmul: MakeModel) -> None:
     )
 
 
-def test_sessions_keep_threads_and_the_precise_kernels(make_matmul: MakeModel) -> None:
-    options = runtime.session(make_matmul(), threads=1).get_session_options()
-    assert options.intra_op_num_threads == 1
-    assert options.get_session_config_entry("session.x64quantprecision") == "1"
+def test_sessions_keep_threads(make_matmul: MakeModel) -> None:
+    assert runtime.session(make_matmul(), threads=1).get_session_options().intra_op_num_threads == 1
+
+
+@pytest.mark.parametrize("saturates", [False, True])
+def test_the_exact_kernels_are_asked_for_where_the_fast_ones_saturate(
+    make_matmul: MakeModel, monkeypatch: pytest.MonkeyPatch, saturates: bool
+) -> None:
+    monkeypatch.setattr(runtime, "kernels_saturate", lambda: saturates)
+    options = runtime.session(make_matmul()).get_session_options()
+    if saturates:
+        assert options.get_session_config_entry("session.x64quantprecision") == "1"
+    else:
+        with pytest.raises(RuntimeError, match="x64quantprecision"):
+            options.get_session_config_entry("session.x64quantprecision")
 
 
 def test_operators_are_those_after_fusion(conv_path: Path, make_matmul: MakeModel) -> None:
