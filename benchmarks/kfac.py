@@ -157,7 +157,7 @@ def _seconds(action: Callable[[], object], repeats: int = 5) -> float:
 
 
 def products_floor(case: Case) -> float:
-    """Return the seconds of K-FAC's matrix products alone for linear layers: A, G, their inverses, G^-1 V A^-1."""
+    """Return the seconds of K-FAC's products alone for linear layers: A, G, their inverses, G^-1 V A^-1."""
     total = 0.0
     for layer in find_layers(case.build())[0].values():
         assert isinstance(layer, KroneckerLayer)  # noqa: S101 (used with linear layers only)

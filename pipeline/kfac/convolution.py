@@ -61,7 +61,7 @@ def _products_ns(flops: float, inner: int) -> float:
 def estimate_ns(method: str, shape: tuple[int, int, int, int], geo: Geometry) -> float:
     """Rough time of one method on one core; only its order matters.
 
-    The constants (copying an element 1.2 ns, a call 10 µs, an element of the result 2 to 4 ns) were fitted to
+    The constants (copying an element 1.2 ns, a call 10 µs, an element of the result 2 ns) were fitted to
     an x86 core with AVX2 for 3x3 and 5x5 kernels, 3 to 512 channels.
 
     Args:
@@ -79,19 +79,15 @@ def estimate_ns(method: str, shape: tuple[int, int, int, int], geo: Geometry) ->
         return geo.groups * (_products_ns(2.0 * r * d * d, d) + 1.2 * r * d)
     if geo.groups != 1:
         return float("inf")
-    result_ns = d * d * (2.0 if method == "blocks" else 4.0)
+    result_ns = 2.0 * d * d
     if method == "blocks":
         pairs = taps * (taps + 1) // 2
         return _products_ns(2.0 * r * channels**2 * pairs, channels) + 1.2 * r * d + result_ns + 1e4 * pairs
     plan = lag_plan(geo, height, width)
-    rows, columns = (s + p for s, p in zip(plan.size, plan.pad, strict=True))
-    positions = 0
-    for entry in plan.lags:
-        k, j = len(entry.row_out[0]), len(entry.column_out[0])
-        positions += plan.size[0] * columns + k * columns + j * rows + k * j
-    products = _products_ns(2.0 * n * positions * channels**2, channels)
-    copies = 2.4 * n * channels * rows * columns * geo.stride[0] * geo.stride[1]
-    return products + copies + result_ns + 1.2e5 * len(plan.lags)
+    products = _products_ns(2.0 * n * plan.positions() * channels**2, channels)
+    rows = 1.0 * channels**2 * plan.size[0] * len(plan.lags)
+    copies = 2.4 * n * channels * height * width
+    return products + rows + copies + result_ns + 1e5 * len(plan.lags)
 
 
 @functools.lru_cache(maxsize=1024)
