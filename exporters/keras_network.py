@@ -298,10 +298,10 @@ def _convolution(
 
 @_handles("Conv2D", "Conv1D", "UL2QConv2D", "UL2QConv1D")
 def _conv(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[Any, ...]) -> Ref:
+    _register(translator, layer, clean(layer.name))
     kernel = _numpy(layer.kernel)
     n = kernel.ndim
     kernel = kernel.transpose(n - 1, n - 2, *range(n - 2))
-    _register(translator, layer, clean(layer.name))
     ref = _convolution(translator, layer, refs[0], shape, kernel, layer.bias, layer.groups)
     return _activated(translator, layer, ref)
 
@@ -360,13 +360,13 @@ def _transposed(translator: Translator, layer: Any, refs: list[Ref], shape: tupl
 @_handles("Dense", "UL2QDense")
 def _dense(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[Any, ...]) -> Ref:
     (ref,) = refs
+    _register(translator, layer, clean(layer.name), ref.flat)
     kernel = _numpy(layer.kernel).T
     if ref.flat is not None:
         channels, *spatial = ref.flat
         n = len(spatial) + 1
         kernel = kernel.reshape(len(kernel), *spatial, channels).transpose(0, n, *range(1, n))
         kernel = kernel.reshape(len(kernel), -1)
-    _register(translator, layer, clean(layer.name), ref.flat)
     module: nn.Module = nn.Linear(kernel.shape[1], len(kernel), layer.bias is not None, device="meta")
     module = _load(module, kernel, layer.bias)
     if len(ref.shape) > 2:

@@ -171,7 +171,8 @@ def _names(
     """Return the names of the layers whose output the site may be, the nearest first."""
     if site.anchor is not None:
         return [_layer(site.name)]
-    names: list[str] = [_layer(site.name)]
+    name = _layer(site.name)
+    names = [name, name.removesuffix("_activation")]  # a float layer holds its activation itself
     node: Any = nodes[site.node].args[0]
     # What only moves numbers has the grid of what it moves.
     while node.op == "call_function" and (node.target in operators.MOVING or operators.is_zero_pad(node)):
