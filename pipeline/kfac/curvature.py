@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ul2q.pipeline.kfac import math
-from ul2q.pipeline.kfac.layers import KroneckerSums, UnitSums
 from ul2q.pipeline.kfac.math import DenseInverse, Inverse, LowRankInverse, Moment
+from ul2q.pipeline.kfac.sums import KroneckerSums, UnitSums
 
 #: batch size n, and how many of its examples the statistics were formed from
 Counts = tuple[int, int]

@@ -20,8 +20,9 @@ from ul2q.pipeline.kfac import math, record
 from ul2q.pipeline.kfac.communication import communication
 from ul2q.pipeline.kfac.curvature import KroneckerCurvature
 from ul2q.pipeline.kfac.hooks import Record, Recorder
-from ul2q.pipeline.kfac.layers import KroneckerLayer, KroneckerSums, find_layers
+from ul2q.pipeline.kfac.layers import KroneckerLayer, find_layers
 from ul2q.pipeline.kfac.math import Moment
+from ul2q.pipeline.kfac.sums import KroneckerSums
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ul2q.pipeline.kfac.layers import KroneckerSums, Layer, Uncovered, UnitSums
-
-Sums = KroneckerSums | UnitSums
+from ul2q.pipeline.kfac.layers import Layer, Uncovered
+from ul2q.pipeline.kfac.sums import Sums
 
 
 class Problems(NamedTuple):

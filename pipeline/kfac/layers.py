@@ -23,45 +23,12 @@ from torch.nn.utils import parametrize
 from ul2q.pipeline.kfac import convolution, math
 from ul2q.pipeline.kfac.math import Moment
 from ul2q.pipeline.kfac.patches import Geometry, patch_rows
+from ul2q.pipeline.kfac.sums import KroneckerSums, UnitSums
 from ul2q.pipeline.kfac.sync_batch_norm import SyncBatchNorm
 
 
 class Uncovered(Exception):  # noqa: N818 (an answer rather than an error)
     """The layer is left to the plain gradient; the message is the reason."""
-
-
-@dataclass(frozen=True)
-class KroneckerSums:
-    """Unnormalised statistics of a Kronecker-factored layer.
-
-    Attributes:
-        a: Σ over rows of x̃x̃ᵀ, dimension d.
-        g: Σ over rows of ggᵀ, dimension m, g the gradient of the loss that was differentiated.
-        rows: number of rows r.
-    """
-
-    a: Moment
-    g: Moment
-    rows: int
-
-    def plus(self, other: KroneckerSums) -> KroneckerSums:
-        """Return the statistics of both sets of rows."""
-        return KroneckerSums(self.a.plus(other.a), self.g.plus(other.g), self.rows + other.rows)
-
-
-@dataclass(frozen=True)
-class UnitSums:
-    """Unnormalised statistics of a batch normalisation.
-
-    Attributes:
-        blocks: Σ over examples of the outer products of (∂γ, ∂β) [c, 2, 2].
-    """
-
-    blocks: Tensor
-
-    def plus(self, other: UnitSums) -> UnitSums:
-        """Return the statistics of both sets of examples."""
-        return UnitSums(self.blocks + other.blocks)
 
 
 @dataclass(frozen=True, eq=False)

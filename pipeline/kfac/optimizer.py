@@ -15,11 +15,11 @@ from torch.nn.utils import get_total_norm
 from ul2q.pipeline.errors import JobError, UsageError
 from ul2q.pipeline.kfac import record, schemes
 from ul2q.pipeline.kfac.collector import Collector
-from ul2q.pipeline.kfac.curvature import Curvature, KroneckerCurvature, UnitCurvature
-from ul2q.pipeline.kfac.hooks import PROBLEMS
-from ul2q.pipeline.kfac.layers import BatchNormLayer, KroneckerLayer, Layer, find_layers
-from ul2q.pipeline.kfac.options import Options, check_range
-from ul2q.pipeline.kfac.schedule import AdaptiveSchedule, FixedSchedule, Schedule
+from ul2q.pipeline.kfac.layers import BatchNormLayer, KroneckerLayer, find_layers
+from ul2q.pipeline.kfac.natural import NaturalGradient
+from ul2q.pipeline.kfac.options import Options, check_intervals, check_settings
+from ul2q.pipeline.kfac.running import RunningStatistics
+from ul2q.pipeline.kfac.schedule import Schedule
 from ul2q.pipeline.kfac.transport import Contribution
 
 logger = logging.getLogger(__name__)
@@ -56,12 +56,9 @@ class KFAC(torch.optim.Optimizer):
 
     Attributes:
         model: the model.
-        uncovered: module name -> reason, for every module whose parameters take the plain gradient (what is
-            only found out during training is known to the owner).
         steps: updates done.
         skipped: batches skipped because a gradient was NaN or infinite.
         loss_scale: factor of the loss that ``backward`` saw; divided out of gradients and factors.
-        schedule: when statistics are refreshed.
     """
 
     _step_supports_amp_scaling = True
@@ -101,18 +98,17 @@ class KFAC(torch.optim.Optimizer):
         Raises:
             UsageError: a value is out of range.
         """
-        _check(lr, damping, momentum, weight_decay, factor_interval, inverse_interval, factor_decay, kl_clip)
+        check_settings(lr, damping, momentum, weight_decay, factor_decay, kl_clip)
+        check_intervals(factor_interval, inverse_interval)
         self.options = options or Options()
         self.model = _bare(model)
-        self.factor_decay, self.loss_scale = factor_decay, loss_scale
+        self.loss_scale = loss_scale
         self.steps = self.skipped = 0
-        self._layers, self.uncovered = find_layers(self.model)
-        self._leave_batch_norms()
-        for name, reason in self.uncovered.items():
-            logger.info("K-FAC leaves %s to the plain gradient: %s", name, reason)
-        self.schedule: Schedule = FixedSchedule(factor_interval, inverse_interval, averaging=factor_decay > 0)
-        if self.options.adaptive is not None:
-            self.schedule = AdaptiveSchedule(self._layers, self.options.adaptive)
+        self._layers, uncovered = find_layers(self.model)
+        if self.options.batch_norm == "plain":
+            for name in [n for n, layer in self._layers.items() if isinstance(layer, BatchNormLayer)]:
+                del self._layers[name]
+                uncovered[name] = "batch_norm='plain' was asked for"
         plain_lr = lr if self.options.plain_lr is None else self.options.plain_lr
         super().__init__(
             self._groups(plain_lr),
@@ -124,6 +120,7 @@ class KFAC(torch.optim.Optimizer):
                 "kl_clip": kl_clip,
             },
         )
+        self._running = RunningStatistics(self.model)
         self._collector = Collector(
             self.model,
             self._layers,
@@ -131,21 +128,29 @@ class KFAC(torch.optim.Optimizer):
             rows=factor_decay == 0,
             inverse_interval=inverse_interval,
         )
-        layers = [unit.layer for unit in self._collector.own if unit.layer is not None]
-        self._curvature = {layer.name: self._new_curvature(layer) for layer in layers}
+        self._natural = NaturalGradient(
+            self._layers,
+            [unit.layer for unit in self._collector.own if unit.layer is not None],
+            uncovered,
+            self.options,
+            (factor_interval, inverse_interval),
+            factor_decay,
+            self._collector.total,
+        )
         self._arm()
 
-    def _leave_batch_norms(self) -> None:
-        if self.options.batch_norm == "plain":
-            for name in [n for n, layer in self._layers.items() if isinstance(layer, BatchNormLayer)]:
-                del self._layers[name]
-                self.uncovered[name] = "batch_norm='plain' was asked for"
+    @property
+    def uncovered(self) -> dict[str, str]:
+        """Module name -> reason, for every module whose parameters take the plain gradient.
 
-    def _new_curvature(self, layer: Layer) -> Curvature:
-        keep_history = self.options.adaptive is not None
-        if isinstance(layer, KroneckerLayer):
-            return KroneckerCurvature(keep_history=keep_history)
-        return UnitCurvature(diagonal=self.options.batch_norm == "diagonal", keep_history=keep_history)
+        What is only found out during training is known to the owner of the layer.
+        """
+        return self._natural.uncovered
+
+    @property
+    def schedule(self) -> Schedule:
+        """When statistics are refreshed."""
+        return self._natural.schedule
 
     def _groups(self, plain_lr: float) -> list[dict[str, Any]]:
         """Return the parameters with curvature, then (if any) those without."""
@@ -167,6 +172,7 @@ class KFAC(torch.optim.Optimizer):
 
     def _arm(self) -> None:
         """Prepare for the batches of the next step."""
+        self._running.forget()
         wanted = frozenset(name for name in self._layers if self.schedule.due(name, self.steps))
         self._collector.arm(wanted, measure_error=self.options.factor_share < 1 and self.steps == 0)
 
@@ -200,7 +206,8 @@ class KFAC(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update the parameters.
 
-        A batch with a NaN or infinite gradient is skipped, on all ranks, and counted in ``skipped``.
+        A batch with a NaN or infinite gradient is skipped, on all ranks, and counted in ``skipped``; running
+        statistics of batch normalisations are put back to what they were before it.
 
         Args:
             closure: computes the loss and its gradients again; optional.
@@ -220,11 +227,14 @@ class KFAC(torch.optim.Optimizer):
         if not self._finite(parts):
             self.skipped += 1
             logger.warning("K-FAC skipped a batch: a gradient is NaN or infinite (%d so far)", self.skipped)
+            self._running.restore()
             self._arm()
             return loss
+        first = self.param_groups[0]
         if self.refresh_due:
-            self._refresh(parts, scale)
-        self._apply(parts, self._directions(parts))
+            wanted = self._collector.wanted
+            self._natural.refresh(wanted, parts, scale, first["damping"], self.steps)
+        self._apply(parts, self._natural.directions(parts, first["lr"], first["kl_clip"]))
         self._collector.share_parameters()
         self.steps += 1
         self._arm()
@@ -251,76 +261,6 @@ class KFAC(torch.optim.Optimizer):
         bad = float(getattr(self, "found_inf", 0.0)) > 0
         bad = bad or bool(gradients and not torch.isfinite(get_total_norm(gradients)))
         return self._collector.total([float(bad)]) == [0.0]
-
-    def _refresh(self, parts: dict[str, Contribution], scale: float) -> None:
-        """Fold in the statistics, invert when it is time, and settle the next refresh."""
-        damping = self.param_groups[0]["damping"]
-        intervals = dict.fromkeys(sorted(self._collector.wanted), 0)
-        for name in self._curvature:
-            if name not in intervals:
-                continue
-            part = parts[name]
-            if any(g is None for g in part.gradients):
-                self._leave(name, "no gradient reached it", level=logging.INFO)
-            elif part.sums is None or part.problem is not None:
-                self._leave(name, part.problem or PROBLEMS.undifferentiated)
-            else:
-                self._take(name, part, scale, damping)
-            if isinstance(self.schedule, AdaptiveSchedule):
-                intervals[name] = self.schedule.propose(name, self._curvature[name].changes())
-        if isinstance(self.schedule, AdaptiveSchedule):
-            self._settle(self.schedule, intervals)
-
-    def _settle(self, schedule: AdaptiveSchedule, intervals: dict[str, int]) -> None:
-        """Let all ranks know the intervals that the owners propose, and log them."""
-        agreed = self._collector.total(list(intervals.values()))
-        intervals = {name: int(interval) for name, interval in zip(intervals, agreed, strict=True)}
-        for name, interval in intervals.items():
-            schedule.refreshed(name, self.steps, interval)
-        logger.info("K-FAC step %d: statistics refreshed, next in %s", self.steps, intervals)
-
-    def _take(self, name: str, part: Contribution, scale: float, damping: float) -> None:
-        curvature = self._curvature[name]
-        counts = (part.samples, part.used)
-        curvature.update(part.sums, counts, scale, self.factor_decay, self.steps)  # type: ignore[arg-type]
-        if self.schedule.inverts(name, self.steps) or not curvature.ready:
-            complaint = curvature.invert(damping)
-            if complaint is not None and curvature.ready:
-                logger.warning("K-FAC, layer %s: %s", name, complaint)
-            elif complaint is not None:
-                self._leave(name, complaint)
-        if curvature.ready:
-            self.uncovered.pop(name, None)
-
-    def _leave(self, name: str, reason: str, level: int = logging.WARNING) -> None:
-        """Say once why a layer takes the plain gradient; older inverses stay in use if there are any."""
-        if self._curvature[name].ready or self.uncovered.get(name) == reason:
-            return
-        self.uncovered[name] = reason
-        logger.log(level, "K-FAC leaves %s to the plain gradient: %s", name, reason)
-
-    def _directions(self, parts: dict[str, Contribution]) -> dict[Tensor, Tensor]:
-        """Return the preconditioned gradients of this rank's parameters that have one."""
-        directions: dict[Tensor, Tensor] = {}
-        inner = 0.0
-        lr, kl_clip = self.param_groups[0]["lr"], self.param_groups[0]["kl_clip"]
-        for name, curvature in self._curvature.items():
-            layer = self._layers[name]
-            gradients = [g for g in parts[name].gradients if g is not None]
-            if not curvature.ready or len(gradients) < len(layer.parameters):
-                continue
-            v = layer.join(gradients[0], gradients[1] if len(gradients) > 1 else None)
-            natural = curvature.precondition(v)
-            if kl_clip is not None:
-                inner += float((natural * v).sum())
-            directions |= dict(zip(layer.parameters, layer.split(natural), strict=True))
-        if kl_clip is None:
-            return directions
-        (inner,) = self._collector.total([inner])
-        if lr**2 * abs(inner) > kl_clip:
-            nu = (kl_clip / (lr**2 * abs(inner))) ** 0.5
-            directions = {p: d * nu for p, d in directions.items()}
-        return directions
 
     def _apply(self, parts: dict[str, Contribution], directions: dict[Tensor, Tensor]) -> None:
         """Move the parameters that this rank owns."""
@@ -383,7 +323,7 @@ class KFAC(torch.optim.Optimizer):
             "skipped": self.skipped,
             "uncovered": dict(self.uncovered),
             "schedule": self.schedule.state_dict(),
-            "layers": {name: curvature.state_dict() for name, curvature in self._curvature.items()},
+            "layers": {name: curvature.state_dict() for name, curvature in self._natural.curvature.items()},
         }
         return super().state_dict() | {"kfac": own}
 
@@ -425,9 +365,10 @@ class KFAC(torch.optim.Optimizer):
         mine = {p for unit in self._collector.own for p in unit.parameters}
         for p in [p for p in self.state if p not in mine]:
             del self.state[p]
-        self.steps, self.skipped, self.uncovered = own["steps"], own["skipped"], dict(own["uncovered"])
+        self.steps, self.skipped = own["steps"], own["skipped"]
+        self._natural.uncovered = dict(own["uncovered"])
         self.schedule.load_state_dict(own["schedule"])
-        for name, curvature in self._curvature.items():
+        for name, curvature in self._natural.curvature.items():
             curvature.load_state_dict(own["layers"][name])
         self._arm()
 
@@ -440,7 +381,7 @@ class KFAC(torch.optim.Optimizer):
         Returns:
             The form that :mod:`ul2q.pipeline.kfac.record` documents; None on the other ranks.
         """
-        local = record.factors_state(self._layers, self._curvature, self.steps)
+        local = record.factors_state(self._layers, self._natural.curvature, self.steps)
         parts = self._collector.gather(local, to)
         if parts is None:
             return None
@@ -449,28 +390,7 @@ class KFAC(torch.optim.Optimizer):
     def remove_hooks(self) -> None:
         """Detach from the model; the optimiser then steps with the curvature it has."""
         self._collector.remove_hooks()
-
-
-def _check(
-    lr: float,
-    damping: float,
-    momentum: float,
-    weight_decay: float,
-    factor_interval: int,
-    inverse_interval: int,
-    factor_decay: float,
-    kl_clip: float | None,
-) -> None:
-    check_range("lr", lr, 0)
-    check_range("damping", damping, 0, open_low=True)
-    check_range("momentum", momentum, 0, high=1)
-    check_range("weight_decay", weight_decay, 0)
-    check_range("factor_interval", factor_interval, 1)
-    check_range("factor_decay", factor_decay, 0, high=1)
-    check_range("kl_clip", 1 if kl_clip is None else kl_clip, 0, open_low=True)
-    if inverse_interval < 1 or inverse_interval % factor_interval:
-        multiple = f"use a multiple of factor_interval, {factor_interval}"
-        raise UsageError(f"KFAC: inverse_interval is {inverse_interval}: {multiple}")
+        self._running.remove()
 
 
 def _bare(model: nn.Module) -> nn.Module:

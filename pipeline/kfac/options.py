@@ -33,6 +33,48 @@ def check_range(
         raise UsageError(f"KFAC: {name} is {value}: it must be {above}{below}")
 
 
+def check_settings(
+    lr: float,
+    damping: float,
+    momentum: float,
+    weight_decay: float,
+    factor_decay: float,
+    kl_clip: float | None,
+) -> None:
+    """Check the numbers of the constructor.
+
+    Args:
+        lr: learning rate.
+        damping: λ.
+        momentum: m.
+        weight_decay: decay of the weights.
+        factor_decay: decay of the factors.
+        kl_clip: κ, or None.
+    """
+    check_range("lr", lr, 0)
+    check_range("damping", damping, 0, open_low=True)
+    check_range("momentum", momentum, 0, high=1)
+    check_range("weight_decay", weight_decay, 0)
+    check_range("factor_decay", factor_decay, 0, high=1)
+    check_range("kl_clip", 1 if kl_clip is None else kl_clip, 0, open_low=True)
+
+
+def check_intervals(factor_interval: int, inverse_interval: int) -> None:
+    """Check the intervals of the constructor.
+
+    Args:
+        factor_interval: steps between statistics.
+        inverse_interval: steps between inversions.
+
+    Raises:
+        UsageError: one is below 1, or the second is no multiple of the first.
+    """
+    check_range("factor_interval", factor_interval, 1)
+    if inverse_interval < 1 or inverse_interval % factor_interval:
+        multiple = f"use a multiple of factor_interval, {factor_interval}"
+        raise UsageError(f"KFAC: inverse_interval is {inverse_interval}: {multiple}")
+
+
 @dataclass(frozen=True)
 class Options:
     """Settings of K-FAC that rarely change.

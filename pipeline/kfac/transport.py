@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from ul2q.pipeline.kfac import math
-from ul2q.pipeline.kfac.hooks import PROBLEMS, Sums
-from ul2q.pipeline.kfac.layers import KroneckerLayer, KroneckerSums, UnitSums
+from ul2q.pipeline.kfac.hooks import PROBLEMS
+from ul2q.pipeline.kfac.layers import KroneckerLayer
 from ul2q.pipeline.kfac.math import Moment
 from ul2q.pipeline.kfac.owners import Unit
+from ul2q.pipeline.kfac.sums import KroneckerSums, Sums, UnitSums
 
 HALVES = (torch.float16, torch.bfloat16)
 #: samples, used, rows, problem, bits of present gradients, has sums, and three scales

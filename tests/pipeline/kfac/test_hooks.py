@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 from ul2q.pipeline.kfac.hooks import Recorder
-from ul2q.pipeline.kfac.layers import KroneckerSums, UnitSums, find_layers
+from ul2q.pipeline.kfac.layers import find_layers
+from ul2q.pipeline.kfac.sums import KroneckerSums, UnitSums
 
 
 class Double(nn.Module):

@@ -108,7 +108,7 @@ def test_with_one_example_the_block_is_the_exact_empirical_fisher() -> None:
     F.cross_entropy(module(x), y).backward()
     v = torch.cat([module.weight.grad, module.bias.grad[:, None]], 1).reshape(-1)
     optimizer.step()
-    curvature = optimizer._curvature[""]
+    curvature = optimizer._natural.curvature[""]
     assert torch.allclose(
         torch.kron(curvature.g.dense()[0], curvature.a.dense()[0]), torch.outer(v, v), rtol=1e-10
     )
@@ -126,7 +126,7 @@ def test_with_equal_output_gradients_the_block_is_the_exact_fisher() -> None:
         gradients = torch.autograd.grad(module(x[i : i + 1]).sum(), list(module.parameters()))
         rows.append(torch.cat([gradients[0], gradients[1][:, None]], 1).reshape(-1))
     per_example = torch.stack(rows)
-    curvature = optimizer._curvature[""]
+    curvature = optimizer._natural.curvature[""]
     exact = per_example.T @ per_example / 6
     assert torch.allclose(torch.kron(curvature.g.dense()[0], curvature.a.dense()[0]), exact, rtol=1e-10)
 
@@ -263,7 +263,7 @@ def test_unused_and_tied_layers_say_so_once(caplog: pytest.LogCaptureFixture) ->
     model = Shared().double()
     before = copy.deepcopy(model)
     x, y = _batch(8, 6)
-    with caplog.at_level(logging.INFO, "ul2q.pipeline.kfac.optimizer"):
+    with caplog.at_level(logging.INFO, "ul2q.pipeline.kfac"):
         optimizer = KFAC(model, lr=0.1, damping=0.1, momentum=0, factor_interval=1, inverse_interval=1)
         F.cross_entropy(model(x), y).backward()
         gradient = model.tied.weight.grad.clone()
@@ -380,8 +380,26 @@ def test_a_batch_with_nan_is_skipped_and_counted(caplog: pytest.LogCaptureFixtur
     optimizer.step()
     assert (optimizer.skipped, optimizer.steps) == (1, 0)
     assert "NaN" in caplog.text
-    model.load_state_dict(other.state_dict())  # the running statistics of the normalisation saw the NaN
+    for value, untouched in zip(model.state_dict().values(), other.state_dict().values(), strict=True):
+        assert torch.equal(value, untouched)  # running statistics too
     assert _train(model, optimizer, range(3)) == _train(other, KFAC(other, lr=0.01), range(3))
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.9])
+def test_statistics_that_overflow_are_not_averaged_in(decay: float) -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(3, 2)
+    options: dict[str, Any] = {"lr": 0.0, "factor_interval": 1, "inverse_interval": 1, "factor_decay": decay}
+    optimizer = KFAC(module, **options)
+    expected = None
+    for scale in (1.0, 1e20, 1.0):  # the squares of 1e20 overflow, the gradient does not
+        optimizer.zero_grad()
+        (module(torch.ones(4, 3) * scale).mean() * 1e-10).backward()
+        optimizer.step()
+        a = optimizer.factors_state()["layers"][""]["A"]
+        expected = a if expected is None else expected
+        assert torch.equal(a, expected)
+    assert (optimizer.steps, optimizer.skipped) == (3, 0)
 
 
 def test_a_layer_without_statistics_says_so_and_takes_the_plain_gradient() -> None:

@@ -93,7 +93,7 @@ def test_training_with_adaptive_intervals_takes_fewer_statistics_and_logs_them(
     x = torch.randn(64, 6, dtype=torch.float64)
     y = torch.randint(3, (64,))
     taken = 0
-    with caplog.at_level(logging.INFO, "ul2q.pipeline.kfac.optimizer"):
+    with caplog.at_level(logging.INFO, "ul2q.pipeline.kfac"):
         for _ in range(60):
             taken += optimizer.refresh_due
             optimizer.zero_grad()
