@@ -20,6 +20,8 @@ Loss = Callable[[Any, Any, Any], Tensor]
 
 # Learning rates at which 2-bit networks recover within a few epochs (validation digits of mnist5k).
 _LEARNING_RATES = {"adam": 1e-3, "sgd": 1e-2, "kfac": 1e-2}
+# Damping and norm guard that also keep networks without batch norm from diverging.
+_DAMPING, _KL_CLIP = 0.03, 1e-3
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ def make_optimizer(module: nn.Module, config: QuantConfig) -> torch.optim.Optimi
     if config.optimizer == "kfac":
         from ul2q.pipeline.kfac import KFAC
 
-        return KFAC(module, lr=lr)
+        return KFAC(module, lr=lr, damping=_DAMPING, kl_clip=_KL_CLIP)
     parameters = [p for p in module.parameters() if p.requires_grad]
     if config.optimizer == "adam":
         return torch.optim.Adam(parameters, lr=lr)
