@@ -136,7 +136,7 @@ class Exchange:
             self.sent_bytes += sum(sizes) - mine
 
     def collect(self) -> dict[int, Contribution]:
-        """Launch what is left, wait for everything, add up.
+        """Launch what is left, wait for everything, add up, and be ready for the next step.
 
         Returns:
             The sums over all ranks of the units that this rank owns.
@@ -158,15 +158,17 @@ class Exchange:
                 assert self._forms is not None  # noqa: S101
                 sums[unit] = decode(self._units[unit], pieces, self._forms[unit], self._type(unit))
                 start = stop
+        for bucket in self._buckets:
+            bucket.reset()
+        self._forms, self._next = None, 0
         return sums
 
     def restart(self) -> None:
-        """Forget this step's launches; waits for those under way, and completes them with the other ranks."""
+        """Forget what was launched since the last step, after completing it with the other ranks."""
         if self.launched:
             self.collect()
         for bucket in self._buckets:
             bucket.reset()
-        self._forms, self._next = None, 0
 
     def reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """A few numbers over all ranks.
