@@ -113,9 +113,9 @@ def finetune(
         for inputs, targets in batches(epoch):
             with torch.no_grad():
                 target_outputs = teacher(inputs)
+            optimizer.zero_grad()
             with parametrize.cached():  # a layer that is called twice is quantised once
                 value = loss(module(inputs), targets, target_outputs)
-                optimizer.zero_grad()
                 value.backward()
             optimizer.step()
             schedule.step()
