@@ -37,9 +37,8 @@ def main() -> None:
     keras_runtime()
     quiet = Progress(quiet=True)
     print(f"{'network':16} {'W/A':>5} {'codes differ from torch':>26} {'top1':>22} {'bytes':>18}")
-    print(
-        f"{'':16} {'':5} {'ONNX Runtime':>13} {'Keras':>12} {'ONNX Runtime':>14} {'Keras':>7} {'onnx':>9} {'keras':>8}"
-    )
+    columns = f"{'ONNX Runtime':>13} {'Keras':>12} {'ONNX Runtime':>14} {'Keras':>7}"
+    print(f"{'':22} {columns}{'onnx':>10}{'keras':>9}")
     for arch in options.archs:
         with tempfile.TemporaryDirectory() as folder:
             model = Path(folder) / "model.pt"

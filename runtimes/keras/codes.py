@@ -43,7 +43,7 @@ def run_with_codes(
     inner = keras.Model(source, [*outputs, *(layer.output for layer, _ in layers.values())])
     parts: list[list[Array]] = []
     for start in range(0, len(inputs), batch):
-        values = inner(channels_last(inputs[start : start + batch]), training=False)
+        values = keras.tree.flatten(inner(channels_last(inputs[start : start + batch]), training=False))
         parts.append([np.asarray(keras.ops.convert_to_numpy(v)) for v in values])
     whole = [channels_first(np.concatenate(part)) for part in zip(*parts, strict=True)]
     codes = {}

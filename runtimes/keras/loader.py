@@ -52,6 +52,7 @@ class Loading:
     def __init__(self, network: Network, trainable: bool) -> None:
         self.network, self.trainable = network, trainable
         self.values: dict[str, Value] = {}
+        self.sizes: dict[str, list[int]] = {}  # values that are shapes; -1 stands for the batch
         self.fused: set[str] = set()
         self.names: set[str] = set()
 
@@ -68,11 +69,38 @@ class Loading:
             self.values[source] = Value(tensor)
             inputs.append(tensor)
         for operator in self.network.operators:
-            if operator.name not in self.fused:
+            if operator.name not in self.fused and not self._is_shape(operator):
                 self._convert(operator)
         outputs = [self.in_onnx_order(self.values[o]) for o in self.network.outputs]
         single = len(inputs) == 1 and len(outputs) == 1
         return keras.Model(inputs[0] if single else inputs, outputs[0] if single else outputs, name=name)
+
+    def _is_shape(self, operator: Operator) -> bool:
+        """Compute an operator on shapes, in which only the batch can be unknown.
+
+        Returns:
+            Whether it is one.
+        """
+        if operator.op == "Shape":
+            shape = list(self.value(operator).tensor.shape)
+            sizes = [-1, shape[-1], *shape[1:-1]] if len(shape) > 2 else [-1, *shape[1:]]
+            start, end = int(operator.attributes.get("start", 0)), operator.attributes.get("end", len(sizes))
+            self.sizes[operator.outputs[0]] = [int(s) for s in sizes[start:end]]
+            return True
+        known = [self.sizes.get(name) for name in operator.inputs]
+        if all(k is None for k in known) or (operator.op == "Reshape" and known[0] is None):
+            return False
+        if operator.op == "Concat":
+            parts = [
+                k if k is not None else [int(s) for s in self.constant(operator, i)]
+                for i, k in enumerate(known)
+            ]
+            self.sizes[operator.outputs[0]] = [size for part in parts for size in part]
+        elif operator.op in ("Squeeze", "Unsqueeze", "Reshape", "Cast") and known[0] is not None:
+            self.sizes[operator.outputs[0]] = known[0]
+        else:
+            return False
+        return True
 
     def _convert(self, operator: Operator) -> None:
         handler = HANDLERS.get(operator.op)
@@ -116,6 +144,8 @@ class Loading:
         """
         if i >= len(operator.inputs) or not operator.inputs[i]:
             return None
+        if operator.inputs[i] in self.sizes:
+            return self.sizes[operator.inputs[i]]
         if operator.inputs[i] not in self.network.constants:
             raise UsageError(
                 f"{self.network.file}: {operator.layer}: a {operator.op} with a computed input {i} is unknown"

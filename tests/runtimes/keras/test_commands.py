@@ -1,0 +1,86 @@
+"""compress --to onnx,keras, compress model.keras, export and evaluate from the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("keras", reason="Keras is not installed: pip install 'ul2q[keras]'")
+
+import keras
+from keras import layers
+
+from ul2q.pipeline.cli import execute
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> str:
+    assert execute([str(a) for a in arguments]) == code
+    captured = capsys.readouterr()
+    return captured.out if code == 0 else captured.err
+
+
+def evaluated(capsys: pytest.CaptureFixture[str], path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run(capsys, "evaluate", path, "--data", "digits", "--json", "--quiet"))
+    return found
+
+
+def test_keras_beside_onnx(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, folder = tmp_path / "model.pt", tmp_path / "out"
+    run(
+        capsys,
+        "train",
+        "mlp",
+        "--data",
+        "digits",
+        "--epochs",
+        2,
+        "--optimizer",
+        "adam",
+        "-o",
+        model,
+        "--quiet",
+    )
+    common = ("compress", model, "--wbits", 2, "--epochs", 0, "--quiet", "--json", "-o", folder)
+    report = json.loads(run(capsys, *common, "--to", "onnx,keras"))
+    assert report["parity"]["keras"]["first_layer"] is None
+    assert report["parity"]["keras"]["max_abs"] == 0
+    assert report["accuracy"]["keras"] == report["accuracy"]["onnxruntime"]
+    assert report["size"]["keras_bytes"] == (folder / "model.keras").stat().st_size
+    assert evaluated(capsys, folder / "model.keras") == evaluated(capsys, folder / "model.onnx")
+    first = (folder / "model.keras").read_bytes()
+    assert "--overwrite" in run(capsys, "export", folder, "--to", "keras", code=2)
+    run(capsys, "export", folder, "--to", "keras", "--overwrite")
+    assert (folder / "model.keras").read_bytes() == first
+    assert "tflite" in run(capsys, "export", folder, "--to", "tflite", code=2)
+    assert "'caffe' is unknown" in run(capsys, *common, "--to", "onnx,caffe", "--overwrite", code=2)
+
+
+def test_a_float_keras_model_is_compressed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from sklearn.datasets import load_digits
+
+    keras.utils.set_random_seed(0)
+    data = load_digits()
+    model = keras.Sequential(
+        [
+            keras.Input((8, 8, 1)),
+            layers.Conv2D(8, 3, strides=2, padding="same", activation="relu"),
+            layers.Flatten(),
+            layers.Dense(10, activation="softmax"),
+        ]
+    )
+    model.compile("adam", "sparse_categorical_crossentropy")
+    model.fit(data.images[..., None] / 16, data.target, epochs=8, verbose=0)
+    model.save(tmp_path / "mine.keras")
+    options = ("--wbits", 4, "--epochs", 1, "--data", "digits", "--to", "onnx,keras", "--quiet", "--json")
+    report = json.loads(run(capsys, "compress", tmp_path / "mine.keras", *options))
+    assert [layer["op"] for layer in report["layers"]] == ["Conv2d", "Linear"]
+    assert report["accuracy"]["float"] > 0.8
+    assert (
+        report["accuracy"]["keras"] == report["accuracy"]["onnxruntime"] > report["accuracy"]["float"] - 0.05
+    )
+    assert report["parity"]["keras"]["max_abs"] == 0
+    assert any("softmax" in warning for warning in report["warnings"])
+    assert (tmp_path / "mine-w4a8" / "model.keras").exists()
