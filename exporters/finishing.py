@@ -14,12 +14,15 @@ import onnx_ir.passes.common as passes
 from ul2q import __version__
 
 
-def finish(model: ir.Model, input_names: Sequence[str], wide: Collection[str] = ()) -> dict[str, str]:
+def finish(
+    model: ir.Model, input_names: Sequence[str], output_names: Sequence[str], wide: Collection[str] = ()
+) -> dict[str, str]:
     """Clean an exported graph and name everything in it after the layers.
 
     Args:
         model: as torch.onnx exports it; changed in place.
         input_names: names of the inputs, where there are several.
+        output_names: names of the outputs.
         wide: scopes whose weights reach beyond ±64.
 
     Returns:
@@ -31,7 +34,8 @@ def finish(model: ir.Model, input_names: Sequence[str], wide: Collection[str] = 
     passes.DeduplicateInitializersPass()(model)
     _own_tensors(graph, wide)
     _drop_default_attributes(model)
-    sites = _name(graph, input_names)
+    _own_outputs(graph)
+    sites = _name(graph, input_names, output_names)
     for node in graph:
         node.metadata_props.clear()
     passes.ClearMetadataAndDocStringPass()(model)
@@ -50,11 +54,22 @@ def _scope(node: ir.Node) -> str:
     return scopes[-1] if scopes else (names[-1] if names else node.op_type)
 
 
-def _name(graph: ir.Graph, input_names: Sequence[str]) -> dict[str, ir.Value]:
+def _own_outputs(graph: ir.Graph) -> None:
+    """Give every output a value of its own, where it is an input, a constant or another output, too."""
+    seen: set[ir.Value] = {*graph.inputs, *graph.initializers.values()}
+    for i, value in enumerate(graph.outputs):
+        if value in seen:
+            node = ir.node("Identity", [value])
+            node.outputs[0].type, node.outputs[0].shape = value.type, value.shape
+            graph.append(node)
+            graph.outputs[i] = node.outputs[0]
+        seen.add(value)
+
+
+def _name(graph: ir.Graph, input_names: Sequence[str], output_names: Sequence[str]) -> dict[str, ir.Value]:
     """Return the last uint8 tensor of each scope, after naming everything.
 
-    Nodes become ``scope/Operator``, tensors are named after their nodes, a single input is ``input``, a
-    single output ``logits``.
+    Nodes become ``scope/Operator``, tensors are named after their nodes, a single input is ``input``.
     """
     taken: set[str] = {v.name for v in graph.initializers.values() if v.name}
     anonymous = [v for v in graph.initializers.values() if v.name and v.name.startswith("val_")]
@@ -69,15 +84,7 @@ def _name(graph: ir.Graph, input_names: Sequence[str]) -> dict[str, ir.Value]:
     for value in anonymous:
         array = value.const_value.numpy() if value.const_value is not None else np.empty(0)
         _rename_initializer(graph, value, _unique(_constant_name(array), taken))
-    for value, name in zip(graph.inputs, ["input"] if len(graph.inputs) == 1 else input_names, strict=True):
-        value.name = name
-    outputs = list(graph.outputs)
-    for i, value in enumerate(outputs):
-        value.name = "logits" if len(outputs) == 1 else f"output_{i}"
-    for value in [*graph.inputs, *graph.outputs]:
-        if value.shape is not None:
-            dims = [d if isinstance(d, int) else "batch" for d in value.shape]
-            value.shape = ir.Shape(dims)
+    _name_ends(graph, ["input"] if len(graph.inputs) == 1 else input_names, output_names, taken)
     return sites
 
 
@@ -103,6 +110,23 @@ def _own_tensors(graph: ir.Graph, wide: Collection[str]) -> None:
             )
             node.replace_input_with(index, own)
             graph.register_initializer(own)
+
+
+def _name_ends(
+    graph: ir.Graph, input_names: Sequence[str], output_names: Sequence[str], taken: set[str]
+) -> None:
+    for name, constant in list(graph.initializers.items()):
+        if name in input_names:  # the interface keeps its name
+            _rename_initializer(graph, constant, _unique(name, taken))
+    taken.update(input_names)
+    batch = next((str(d) for value in graph.inputs if value.shape for d in value.shape[:1]), "")
+    ends = [*zip(graph.inputs, input_names, strict=True)]
+    ends += [(v, _unique(n, taken)) for v, n in zip(graph.outputs, output_names, strict=True)]
+    for value, name in ends:
+        value.name = name
+        if value.shape is not None:
+            known = {batch: "batch"}
+            value.shape = ir.Shape([d if isinstance(d, int) else known.get(str(d)) for d in value.shape])
 
 
 def _drop_default_attributes(model: ir.Model) -> None:

@@ -24,7 +24,7 @@ from ul2q.exporters.unpacking import Unpacker
 from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.files import write_bytes
-from ul2q.pipeline.graph.capture import Captured, quiet
+from ul2q.pipeline.graph.capture import Captured, output_names, quiet
 from ul2q.pipeline.graph.layers import LoweredWeight
 from ul2q.pipeline.graph.lower import Lowered
 from ul2q.pipeline.quantize.grid import SATURATION_FREE
@@ -91,7 +91,7 @@ def export_lowered(
     graph = exported.graph
     storage = _pack_weights(graph, lowered.weights, config.storage)
     wide = [path for path, weight in lowered.weights.items() if _is_wide(weight)]
-    sites = finish(exported, lowered.input_names, wide)
+    sites = finish(exported, lowered.input_names, output_names(lowered.module), wide)
     entries = {
         "ul2q.version": __version__,
         "ul2q.min_onnxruntime": OPSETS[opset][1],
@@ -133,7 +133,7 @@ def export_float(captured: Captured, example: Sequence[Tensor], opset: int = 21)
         UsageError: the opset is unknown.
     """
     model = _export(captured.module, example, opset)
-    finish(model, captured.input_names)
+    finish(model, captured.input_names, output_names(captured.module))
     return ExportedModel(model, {}, {})
 
 
@@ -145,15 +145,24 @@ def _export(module: nn.Module, example: Sequence[Tensor], opset: int) -> ir.Mode
         program = torch.export.export(
             module.eval(), inputs, dynamic_shapes=tuple({0: Dim.DYNAMIC} for _ in inputs), strict=False
         )
-        exported = torch.onnx.export(
-            program, dynamo=True, verbose=False, optimize=False, opset_version=opset,
-            custom_translation_table=TRANSLATIONS,
-        )  # fmt: skip
-    if exported is None:
-        raise UsageError(f"torch.onnx cannot export at opset {opset}")
+        try:
+            exported = torch.onnx.export(
+                program, dynamo=True, verbose=False, optimize=False, opset_version=opset,
+                custom_translation_table=TRANSLATIONS,
+            )  # fmt: skip
+        except torch.onnx.OnnxExporterError as error:
+            raise UsageError(f"torch.onnx cannot write this network: {_cause(error)}") from error
+    assert exported is not None  # noqa: S101  (it is only where it writes to a file)
     model = exported.model
     model.ir_version = OPSETS[opset][0]
     return model
+
+
+def _cause(error: BaseException) -> str:
+    """Return the first line of the first error of a chain."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _layer_bytes(graph: ir.Graph, weights: Mapping[str, LoweredWeight]) -> dict[str, int]:

@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 from numpy.typing import DTypeLike
-from onnxscript import opset21 as op
+from onnxscript import opset18 as op
 
 from ul2q.pipeline.graph import integer_ops  # noqa: F401  (defines the operators)
 

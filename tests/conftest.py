@@ -1,8 +1,95 @@
-"""Environment of all tests and of the processes they start, set before a test module imports what reads it."""
+"""What tests of several folders share: the environment, and the way from a small network to its file."""
+
+from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-# Tests send nothing and write to no home folder.
+import pytest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ul2q.exporters.onnx import ExportedModel
+    from ul2q.pipeline.graph.capture import Captured
+    from ul2q.pipeline.graph.lower import Lowered
+    from ul2q.pipeline.graph.prepare import Prepared
+    from ul2q.pipeline.verify import Parity
+
+# Set before any test module, or a process that it starts, imports what reads it: tests send nothing and write
+# to no home folder, and their tensors are so small that threads would mostly wait for each other.
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"
-# Their tensors are so small that threads would mostly wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """Every stage of one network."""
+
+    captured: Captured
+    prepared: Prepared
+    lowered: Lowered
+    exported: ExportedModel
+    path: Path
+    inputs: Sequence[Tensor] = field(repr=False)
+
+    def verify(self) -> Parity:
+        """Compare the file with the lowered network on the calibration inputs, code for code."""
+        from ul2q.pipeline.verify import verify
+
+        return verify(self.path, self.lowered, self.exported.code_tensors, self.inputs)[0]
+
+    def operators(self) -> set[str]:
+        """Return the operators that the runtime executes."""
+        from ul2q.runtimes import onnxruntime
+
+        return set(onnxruntime.operators(self.path))
+
+
+@pytest.fixture(scope="session")
+def deploy(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Deployment]:
+    """Return (module or captured, inputs, **options of QuantConfig) -> Deployment."""
+    from ul2q.exporters.onnx import export_lowered
+    from ul2q.pipeline.calibrate import calibrate
+    from ul2q.pipeline.config import QuantConfig
+    from ul2q.pipeline.graph.capture import Captured, capture
+    from ul2q.pipeline.graph.lower import lower
+    from ul2q.pipeline.graph.prepare import prepare
+
+    folder = tmp_path_factory.mktemp("deployed")
+
+    def run(network: Any, inputs: Sequence[Tensor], **options: Any) -> Deployment:
+        captured = network if isinstance(network, Captured) else capture(network, inputs)
+        config = QuantConfig(**options)
+        prepared = prepare(captured, config)
+        calibrate(prepared, captured.module, lambda: [tuple(inputs)])
+        lowered = lower(prepared)
+        exported = export_lowered(lowered, inputs, config)
+        path = folder / f"{len(list(folder.iterdir()))}.onnx"
+        exported.save(path)
+        return Deployment(captured, prepared, lowered, exported, path, inputs)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def randomise() -> Callable[[Any], Any]:
+    """Return a function that gives batch norms statistics, and factors of either sign, in eval mode."""
+    import torch
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    def run(module: Any) -> Any:
+        generator = torch.Generator().manual_seed(0)
+        for norm in module.modules():
+            if isinstance(norm, _BatchNorm):
+                for tensor in (norm.running_mean, norm.weight, norm.bias):
+                    if tensor is not None:
+                        tensor.data.normal_(generator=generator)
+                if norm.running_var is not None:
+                    norm.running_var.uniform_(0.5, 2, generator=generator)
+        return module.eval()
+
+    return run

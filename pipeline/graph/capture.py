@@ -12,6 +12,7 @@ import copy
 import inspect
 import io
 import logging
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -177,6 +178,19 @@ def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
     """Return a deep copy of ``module``."""
     with quiet():
         return copy.deepcopy(module)
+
+
+def output_names(module: fx.GraphModule) -> list[str]:
+    """Return the names of the outputs: ``logits`` if single, keys of a dict, ``output_1`` in a tuple."""
+    spec = cast(Any, module.graph._codegen).pytree_info.out_spec
+    with quiet():
+        leaves, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(range(spec.num_leaves), spec))
+    values = pytree.tree_leaves(next(iter(reversed(module.graph.nodes))).args[0])
+    paths = [path for (path, _), value in zip(leaves, values, strict=True) if isinstance(value, fx.Node)]
+    names = ["_".join(re.sub(r"\W", "", str(key)) for key in path) for path in paths]
+    if len(names) == 1 and not re.search(r"[^\d_]", names[0]):
+        return ["logits"]
+    return [f"output_{name}" if name[:1].isdigit() else name for name in names]
 
 
 def _resized(x: Tensor, batch: int) -> Tensor:

@@ -154,8 +154,8 @@ def captured_awkward() -> tuple[Any, list[Tensor]]:
 @pytest.mark.parametrize(
     ("k", "granularity"),
     [
-        (1, "tensor"), (1, "channel"), (2, "channel"), (3, "tensor"), (4, "tensor"), (5, "channel"),
-        (6, "tensor"), (6, "channel"), (7, "tensor"), (8, "tensor"), (8, "channel"),
+        (1, "tensor"), (2, "channel"), (3, "tensor"), (4, "channel"), (5, "tensor"), (6, "channel"),
+        (7, "tensor"), (8, "channel"),
     ],
 )  # fmt: skip
 def test_awkward_weights_give_the_nearest_codes_in_torch_and_in_the_file(

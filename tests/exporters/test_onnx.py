@@ -1,0 +1,466 @@
+"""The written file: the same codes as torch on integer kernels, and nothing of the machine in its bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ul2q import __version__
+from ul2q.exporters.onnx import OPSETS, export_float, export_lowered
+from ul2q.pipeline.config import QuantConfig
+from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.graph.capture import Captured, capture
+from ul2q.runtimes import onnxruntime as runtime
+
+
+class Convolutions(nn.Module):
+    """Every kind of convolution and linear map, with the batch norms and clamps that fuse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.strided = nn.Conv2d(3, 8, 3, stride=(2, 1), padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(8)
+        self.same = nn.Conv2d(8, 8, (5, 3), padding="same", dilation=(1, 2))
+        self.even = nn.Conv2d(8, 8, (4, 2), padding="same", dilation=2)
+        self.depthwise = nn.Conv2d(8, 16, 3, padding=1, groups=8, bias=False)
+        self.norm2 = nn.BatchNorm2d(16)
+        self.grouped = nn.Conv2d(16, 12, (1, 3), padding=(2, 0), groups=4)
+        self.valid = nn.Conv2d(12, 6, 2, padding="valid", stride=(1, 2))
+        self.norm3 = nn.BatchNorm2d(6, affine=False)
+        self.hidden = nn.Linear(6 * 11 * 6, 20)
+        self.norm4 = nn.BatchNorm1d(20)
+        self.head = nn.Linear(20, 5, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm1(self.strided(x)))
+        x = F.hardtanh(self.even(F.relu6(self.same(x))))
+        x = F.relu(self.grouped(self.norm2(self.depthwise(x))))
+        x = self.norm3(self.valid(x)).flatten(1)
+        return self.head(F.relu(self.norm4(self.hidden(x))))
+
+
+class Combinations(nn.Module):
+    """Additions, products, concatenations and averages of values with very different ranges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Conv2d(i, 8, 3, padding=1) for i in (3, 8, 8))
+        self.squeeze, self.excite = nn.Conv2d(8, 4, 1), nn.Conv2d(4, 8, 1)
+        self.d, self.e = nn.Conv2d(24, 8, 3), nn.Conv2d(8, 8, 1)
+        self.head = nn.Linear(32, 7)
+        self.c.weight.data *= 100
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = F.relu(self.a(x))
+        y = F.relu(a + self.b(a))
+        y = self.c(y + y)
+        gate = torch.sigmoid(self.excite(F.relu(self.squeeze(F.adaptive_avg_pool2d(y, 1)))))
+        z = F.leaky_relu(y * gate, 0.1)
+        y = F.max_pool2d(torch.cat([a, z, gate + z], 1), 3, 2, 1, ceil_mode=True)
+        y = self.d(torch.cat([y], 1))
+        means = [y.mean((2, 3)), self.e(y).mean((2, 3), keepdim=True).flatten(1)]
+        pooled = F.adaptive_avg_pool2d(y, (1, 1))[:, :, 0, 0]
+        return self.head(torch.cat([*means, pooled, F.avg_pool2d(y, 3).flatten(1)], 1))
+
+
+class Moves(nn.Module):
+    """Operators that only move codes, and ReLU on codes that are read before it too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Conv2d(3, 16, 3, padding=1)
+        self.b, self.c = nn.Conv2d(4, 8, 3), nn.Conv2d(8, 8, 3)
+        self.d, self.e = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)
+        self.drop = nn.Dropout(0.3)
+        self.rows = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.b(F.pixel_shuffle(self.a(x), 2))
+        p, q = torch.cat([F.relu(x), x], 1).chunk(2, 1)
+        x = F.pad(self.drop(self.c(p + q)), (1, 0, 0, 1))
+        u, v, w = F.interpolate(x, scale_factor=2).split([4, 1, 3], 1)
+        v = self.d(torch.cat([v, w], 1).permute(0, 1, 3, 2).contiguous()).transpose(2, 3)
+        y = F.relu(self.e(u) + v)
+        y = (
+            torch.cat([part.unsqueeze(1) for part in y.unbind(1)], 1)
+            .reshape(y.shape[0], 4, -1, 2, 1)[:, :, 3:15]
+            .squeeze(-1)
+        )
+        return self.rows(y.unsqueeze(1).reshape(y.shape[0], -1, 6))
+
+
+class Ends(nn.Module):
+    """Two inputs, several outputs, an output that a layer reads too, a layer used twice and one not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.sequence = nn.Conv2d(1, 4, 3), nn.Conv1d(5, 4, 3, padding=1)
+        self.twice, self.volume = nn.Linear(6, 6), nn.Conv3d(1, 4, 2)
+        self.tied = nn.Linear(6, 6)
+        self.tied.weight = self.twice.weight
+        self.spare, self.out = nn.Linear(3, 3), nn.Linear(4, 3)
+
+    def forward(self, image: Tensor, sequence: Tensor) -> dict[str, Any]:
+        i = F.relu(self.image(image))
+        s = F.max_pool1d(self.sequence(sequence), 2)
+        s = self.tied(self.twice(F.relu(self.twice(s))))
+        v = self.volume(i[:, :1, None].expand(-1, -1, 2, -1, -1)).mean((2, 3, 4))
+        h = F.adaptive_avg_pool1d(s, 1).squeeze(-1) + v
+        return {"scores": self.out(h), "hidden": h, "more": (s, [i, i])}
+
+
+NETWORKS: dict[str, tuple[type[nn.Module], list[tuple[int, ...]]]] = {
+    "convolutions": (Convolutions, [(3, 16, 14)]),
+    "combinations": (Combinations, [(3, 9, 9)]),
+    "moves": (Moves, [(3, 6, 6)]),
+    "ends": (Ends, [(1, 8, 8), (5, 12)]),
+}
+
+Networks = Callable[[str], tuple[Captured, list[Tensor]]]
+Deployed = Callable[[str, int, str], Any]
+
+
+@pytest.fixture(scope="session")
+def networks(randomise: Callable[[Any], Any]) -> Networks:
+    """Return a function from a name to the captured network and inputs, captured once."""
+    known: dict[str, tuple[Captured, list[Tensor]]] = {}
+
+    def get(name: str) -> tuple[Captured, list[Tensor]]:
+        if name not in known:
+            network, shapes = NETWORKS[name]
+            torch.manual_seed(0)
+            inputs = [torch.randn(12, *shape) for shape in shapes]
+            known[name] = capture(randomise(network()), inputs), inputs
+        return known[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def deployed(networks: Networks, deploy: Any) -> Deployed:
+    """Return a function from network, width and granularity to its deployment, made once."""
+    known: dict[tuple[str, int, str], Any] = {}
+
+    def get(name: str, k: int, granularity: str) -> Any:
+        if (name, k, granularity) not in known:
+            found = deploy(*networks(name), wbits=k, granularity=granularity, seed=5)
+            known[name, k, granularity] = found
+        return known[name, k, granularity]
+
+    return get
+
+
+ENDS_OF_ENDS = ["scores", "hidden", "more_0", "more_1_0", "more_1_1"]
+
+#: What may stand between the first QuantizeLinear and the last DequantizeLinear.
+INTEGER = {
+    "QLinearConv", "QGemm", "QLinearMatMul", "QLinearAdd", "QLinearMul", "QLinearConcat", "QLinearSigmoid",
+    "QLinearGlobalAveragePool", "QLinearAveragePool", "QLinearLeakyRelu",
+}  # fmt: skip
+MOVING = {
+    "Transpose", "Reshape", "MaxPool", "NhwcMaxPool", "Resize", "DepthToSpace", "Split", "Slice", "Gather",
+    "Squeeze", "Unsqueeze", "Expand", "Concat", "Shape", "Max", "Pad", "Identity",
+}  # fmt: skip
+ENDS = {"QuantizeLinear", "DequantizeLinear"}
+
+CASES = [
+    ("convolutions", 2, "tensor"), ("convolutions", 5, "channel"), ("convolutions", 7, "channel"),
+    ("convolutions", 8, "tensor"), ("combinations", 2, "tensor"), ("combinations", 8, "channel"),
+    ("moves", 1, "channel"), ("ends", 3, "tensor"), ("ends", 8, "channel"),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+@pytest.mark.parametrize(("name", "k", "granularity"), CASES)
+def test_the_file_gives_the_codes_of_torch_on_integer_kernels(
+    deployed: Deployed, name: str, k: int, granularity: str
+) -> None:
+    found = deployed(name, k, granularity)
+    parity = found.verify()
+    assert parity.first_layer is None
+    assert (parity.differing_codes, parity.max_steps, parity.max_abs) == (0, 0, 0)
+    assert parity.sites == len(found.lowered.code_formats)
+    assert found.lowered.float_operators == ()
+    counts = runtime.operators(found.path)
+    assert set(counts) <= INTEGER | MOVING | ENDS
+    assert counts["QuantizeLinear"] == len(found.inputs)
+    assert counts["DequantizeLinear"] <= len(runtime.session(found.path).get_outputs())
+    # CPUs without VNNI need other kernels for weights beyond ±64: the file must load with them, too.
+    options = ort.SessionOptions()
+    options.add_session_config_entry("session.x64quantprecision", "1")
+    exact = ort.InferenceSession(str(found.path), options, providers=["CPUExecutionProvider"])
+    feeds = {spec.name: x.numpy() for spec, x in zip(exact.get_inputs(), found.inputs, strict=True)}
+    usual = runtime.run(runtime.session(found.path), feeds)
+    assert all(np.array_equal(usual[n], y) for n, y in zip(usual, exact.run(None, feeds), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+@pytest.mark.parametrize(
+    ("name", "k", "granularity"), [("convolutions", 7, "tensor"), ("combinations", 2, "channel")]
+)
+def test_with_float_activations_outputs_agree_to_rounding(
+    networks: Networks, deploy: Any, name: str, k: int, granularity: str
+) -> None:
+    captured, inputs = networks(name)
+    found = deploy(captured, inputs, wbits=k, granularity=granularity, abits=32)
+    parity = found.verify()
+    assert 0 < parity.relative <= 1e-4
+    assert (parity.sites, parity.max_steps) == (0, None)
+    assert not {"DequantizeLinear", "QuantizeLinear"} & set(runtime.operators(found.path))  # folded at load
+
+
+class Floats(nn.Module):
+    """Layers that stay in float between integer ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
+        self.up, self.norm = nn.ConvTranspose2d(8, 8, 2, 2), nn.BatchNorm2d(8)
+        self.group = nn.GroupNorm(2, 8)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.gelu(self.group(self.b(F.silu(self.a(x)))))
+        x = self.norm(self.up(x)).softmax(1)
+        return self.head(x.amax((2, 3))).log_softmax(1)
+
+
+def test_float_operators_are_listed_and_at_most_a_step_off(
+    deploy: Any, randomise: Callable[[Any], Any]
+) -> None:
+    torch.manual_seed(0)
+    found = deploy(randomise(Floats()), [torch.randn(12, 3, 8, 8)], wbits=4)
+    assert found.lowered.float_operators == (
+        "silu", "group_norm", "gelu", "up", "norm", "softmax", "amax", "log_softmax",
+    )  # fmt: skip
+    parity = found.verify()
+    assert parity.first_steps <= 1
+    assert parity.max_steps is None
+    counts = runtime.operators(found.path)
+    assert (counts["QLinearConv"], counts["QGemm"], counts["ConvTranspose"]) == (2, 1, 1)
+
+
+def test_excluded_layers_run_in_float_and_keep_their_weights(networks: Networks, deploy: Any) -> None:
+    captured, inputs = networks("combinations")
+    found = deploy(captured, inputs, wbits=2, exclude=("a", "head"))
+    assert set(found.lowered.weights) == {"b", "c", "squeeze", "excite", "d", "e"}
+    assert found.verify().first_steps <= 1
+    counts = runtime.operators(found.path)
+    # Without its bias the head would not be folded into one operator: that is the runtime's business.
+    assert counts["QLinearConv"] == 6
+    tensors = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(found.path).graph.initializer}
+    for name in ("a", "head"):
+        expected = captured.module.get_parameter(f"{name}.weight").detach().numpy()
+        assert any(np.array_equal(t, expected) or np.array_equal(t, expected.T) for t in tensors.values())
+
+
+# The file
+
+
+@pytest.fixture(scope="module")
+def small(deployed: Deployed) -> Any:
+    return deployed("combinations", 2, "tensor")
+
+
+def test_header_inputs_and_outputs_are_those_of_the_contract(small: Any) -> None:
+    model = onnx.load(small.path)
+    onnx.checker.check_model(model, full_check=True)
+    assert (model.ir_version, [(o.domain, o.version) for o in model.opset_import]) == (10, [("", 21)])
+    assert (model.producer_name, model.producer_version) == ("ul2q", __version__)
+    (given,), (result,) = model.graph.input, model.graph.output
+    shape = [d.dim_param or d.dim_value for d in given.type.tensor_type.shape.dim]
+    assert (given.name, given.type.tensor_type.elem_type, shape) == (
+        "input",
+        onnx.TensorProto.FLOAT,
+        ["batch", 3, 9, 9],
+    )
+    assert (result.name, result.type.tensor_type.elem_type) == ("logits", onnx.TensorProto.FLOAT)
+    live = runtime.session(small.path)
+    whole = runtime.run(live, small.inputs[0].numpy())["logits"]
+    for batch in (1, 5):
+        part = live.run(["logits"], {"input": small.inputs[0][:batch].numpy()})[0]
+        np.testing.assert_array_equal(part, whole[:batch])
+
+
+def test_several_inputs_and_outputs_keep_their_own_names(deployed: Deployed) -> None:
+    live = runtime.session(deployed("ends", 3, "tensor").path)
+    assert [spec.name for spec in live.get_inputs()] == ["image", "sequence"]
+    assert [spec.name for spec in live.get_outputs()] == ENDS_OF_ENDS
+
+
+def test_metadata_describe_every_quantiser(small: Any) -> None:
+    entries = runtime.metadata(small.path)
+    assert entries.keys() == {"ul2q.version", "ul2q.min_onnxruntime", "ul2q.layers", "ul2q.seed"}
+    assert (entries["ul2q.version"], entries["ul2q.min_onnxruntime"], entries["ul2q.seed"]) == (
+        __version__, "1.20", "5",
+    )  # fmt: skip
+    layers = {row["name"]: row for row in json.loads(entries["ul2q.layers"])}
+    assert list(layers) == ["a", "b", "c", "squeeze", "excite", "d", "e", "head"]
+    for name, row in layers.items():
+        assert (row["op"], row["k"], row["granularity"]) == (
+            "Linear" if name == "head" else "Conv2d",
+            2,
+            "tensor",
+        )
+        stored = small.lowered.weights[name]
+        # With m and z a reader has the levels: α/(2m)·(m(2q + 1) + z) = α(q + 1/2) + β̂.
+        q = stored.codes.astype(np.float64)
+        levels = row["alpha"] / (2 * row["m"]) * (row["m"] * (2 * q + 1) + row["z"])
+        np.testing.assert_allclose(
+            levels, row["alpha"] * (q + 0.5) + row["beta"], atol=1e-6 * np.abs(levels).max()
+        )
+        used = small.prepared.module.get_submodule(name).weight.detach().numpy()
+        np.testing.assert_allclose(levels, used, rtol=1e-6)
+        assert row["storage"] in ("plain", "planes", "table")
+        assert row["zero_point"] == 0
+
+
+def test_further_metadata_are_kept(small: Any) -> None:
+    extra = {"ul2q.preprocess": "{}", "ul2q.source_sha256": "0" * 64}
+    found = export_lowered(small.lowered, small.inputs, small.prepared.config, extra)
+    assert extra.items() <= runtime.metadata(found.to_bytes()).items()
+
+
+def test_bytes_of_layers_are_those_of_their_tensors(small: Any) -> None:
+    sizes = {t.name: len(t.raw_data) for t in onnx.load(small.path).graph.initializer}
+    for name, weight in small.lowered.weights.items():
+        own = sum(size for tensor, size in sizes.items() if tensor.rpartition(".")[0] == name)
+        assert small.exported.layer_bytes[name] == own
+        channels = len(weight.scale)
+        codes = own - 4 * 3 * channels  # int32 bias, and a float32 scale of weights and of bias
+        assert codes in (weight.codes.size, -(-weight.codes.size // 4))
+
+
+def test_weights_that_layers_share_are_stored_once(deployed: Deployed) -> None:
+    found = deployed("ends", 3, "tensor")
+    model = onnx.load(found.path)
+    storage = {row["name"]: row["storage"] for row in json.loads(runtime.metadata(found.path)["ul2q.layers"])}
+    assert (storage["twice"], storage["twice__2"], storage["tied"]) == ("plain", "shared", "shared")
+    assert [t.name for t in model.graph.initializer if list(t.dims) == [6, 6]] == ["twice.weight"]
+
+
+@pytest.mark.parametrize("opset", [18, 25])
+def test_the_oldest_and_the_newest_opset_are_written_and_load(small: Any, opset: int) -> None:
+    config = QuantConfig(wbits=2, opset=opset)
+    model = export_lowered(small.lowered, small.inputs, config)
+    proto = onnx.load_from_string(model.to_bytes())
+    assert (proto.ir_version, proto.opset_import[0].version) == (OPSETS[opset][0], opset)
+    assert runtime.metadata(proto)["ul2q.min_onnxruntime"] == OPSETS[opset][1]
+    expected = runtime.run(runtime.session(small.path), small.inputs[0].numpy())["logits"]
+    found = runtime.run(runtime.session(proto), small.inputs[0].numpy())["logits"]
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("opset", [17, 26])
+def test_unknown_opsets_are_refused(small: Any, opset: int) -> None:
+    with pytest.raises(UsageError, match=f"opset is {opset}: use one of 18, .*, 25"):
+        QuantConfig(wbits=2, opset=opset)
+    with pytest.raises(UsageError, match=f"--opset {opset}"):
+        export_float(small.captured, small.inputs, opset)
+
+
+@pytest.mark.parametrize(("k", "opset"), [(2, 25), (4, 21)])
+def test_typed_storage_raises_the_opset_only_where_it_must(
+    networks: Networks, deploy: Any, k: int, opset: int
+) -> None:
+    captured, inputs = networks("combinations")
+    found = deploy(captured, inputs, wbits=k, storage="int2")
+    assert found.verify().differing_codes == 0
+    model = onnx.load(found.path)
+    assert (model.ir_version, model.opset_import[0].version) == (OPSETS[opset][0], opset)
+    types = {t.data_type for t in model.graph.initializer if t.name.endswith(".codes")}
+    assert types == {{2: onnx.TensorProto.INT2, 4: onnx.TensorProto.INT4}[k]}
+    assert set(runtime.operators(found.path)) <= INTEGER | MOVING | ENDS
+
+
+@pytest.mark.parametrize("name", ["combinations", "ends"])
+def test_the_float_file_is_the_captured_network(networks: Networks, name: str) -> None:
+    captured, inputs = networks(name)
+    live = runtime.session(export_float(captured, inputs).to_bytes())
+    feeds = {spec.name: x.numpy() for spec, x in zip(live.get_inputs(), inputs, strict=True)}
+    outputs = runtime.run(live, feeds)
+    assert list(outputs) == (ENDS_OF_ENDS if name == "ends" else ["logits"])
+    found = list(outputs.values())
+    expected = torch.utils._pytree.tree_leaves(captured.module(*inputs))
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b.detach().numpy(), atol=1e-5 * float(b.detach().abs().max()))
+
+
+def test_an_operator_without_onnx_form_is_named_in_one_line() -> None:
+    class Inverse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.linalg.inv(self.fc(x).exp())
+
+    inputs = [torch.randn(2, 3, 3)]
+    with pytest.raises(UsageError) as refused:
+        export_float(capture(Inverse(), inputs), inputs)
+    assert len(str(refused.value).splitlines()) == 1
+    assert "inv" in str(refused.value)
+
+
+# Bytes
+
+EXPORT = """
+import sys, torch
+from torch import nn
+from ul2q.exporters.onnx import export_float, export_lowered
+from ul2q.pipeline.calibrate import calibrate
+from ul2q.pipeline.config import QuantConfig
+from ul2q.pipeline.graph.capture import capture
+from ul2q.pipeline.graph.lower import lower
+from ul2q.pipeline.graph.prepare import prepare
+
+torch.manual_seed(0)
+net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 30))
+x = torch.randn(64, 1, 8, 8)
+captured = capture(net, [x])
+prepared = prepare(captured, QuantConfig(wbits=2, granularity="channel"))
+calibrate(prepared, captured.module, lambda: [(x,)])
+exported = export_lowered(lower(prepared), [x], prepared.config)
+data = exported.to_bytes() + export_float(captured, [x]).to_bytes()
+"""
+
+
+def test_two_processes_in_two_folders_write_the_same_bytes_without_a_trace_of_them(tmp_path: Path) -> None:
+    script = tmp_path / "export it.py"
+    script.write_text(EXPORT + "sys.stdout.buffer.write(data)")
+    other = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        check=True,
+        cwd=tmp_path,
+        env={"PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "1"},
+    )
+    assert other.stderr == b""
+    own: dict[str, bytes] = {}
+    with torch.random.fork_rng(devices=[]):
+        exec(compile(EXPORT, str(Path(__file__)), "exec"), own)  # noqa: S102
+    assert hashlib.sha256(own["data"]).digest() == hashlib.sha256(other.stdout).digest()
+    traces = [
+        str(tmp_path),
+        "export it",
+        ".py",
+        "site-packages",
+        str(Path.home()),
+        "/usr",
+        "Traceback",
+        "forward",
+    ]
+    assert [trace for trace in traces if trace.encode() in own["data"]] == []
