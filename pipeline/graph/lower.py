@@ -92,7 +92,7 @@ class _Lowering:
         self.graph.set_codegen(self.source.graph._codegen)  # same structure of in- and outputs
         self.graph.lint()
         self.graph._tracer_cls = None
-        module = fx.GraphModule(self.root, self.graph, "Lowered").train(False)
+        module = fx.GraphModule(self.root, self.graph, "Lowered").train(False).requires_grad_(False)
         return Lowered(
             module,
             self.weights,
