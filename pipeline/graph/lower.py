@@ -124,7 +124,7 @@ class _Lowering:
         elif node.op == "placeholder":
             self.env[node] = self.graph.placeholder(str(node.target))
         elif node.op == "get_attr":
-            assign(self.root, str(node.target), attribute(self.source, str(node.target)))
+            assign(self.root, str(node.target), copy.deepcopy(attribute(self.source, str(node.target))))
             self.env[node] = self.graph.get_attr(str(node.target))
         elif node.op == "output":
             values = [v for v in pytree.tree_leaves(node.args[0]) if isinstance(v, fx.Node)]

@@ -361,3 +361,20 @@ def test_a_sum_that_could_overflow_is_refused() -> None:
     calibrate(prepared, model, lambda: [tuple(inputs)])
     with pytest.raises(JobError, match="fc: a sum of its products could overflow 32 bits"):
         lower(prepared)
+
+
+def test_the_lowered_network_is_on_its_own_and_needs_no_gradients() -> None:
+    torch.manual_seed(0)
+    model = Net(lambda s, x: s.norm(s.b(s.a(x))), a=nn.Linear(4, 4), b=nn.Linear(4, 4), norm=nn.LayerNorm(4))
+    inputs = [torch.randn(8, 4)]
+    prepared = prepare(capture(model, inputs), QuantConfig(wbits=2, exclude=("b",)))
+    calibrate(prepared, model, lambda: [tuple(inputs)])
+    lowered = lower(prepared)
+    before = lowered.module(*inputs)
+    assert not before.requires_grad
+    assert not lowered.module.training
+    with torch.no_grad():
+        for parameter in prepared.module.parameters():
+            assert parameter.requires_grad
+            parameter.add_(1)
+    assert torch.equal(lowered.module(*inputs), before)
