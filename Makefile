@@ -31,8 +31,10 @@ format: $(READY) ## Rewrite the code in the project's format
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-bench: $(READY) ## Run every script in benchmarks/; each prints what it measured
-	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+bench: $(READY) ## Measure every width, and compare with peers on real digits; benchmarks/ holds more
+	$(BIN)/python benchmarks/widths.py
+	$(BIN)/python benchmarks/widths.py --arch resnet8 --negative-gamma
+	$(BIN)/python benchmarks/peers.py
 
 docs: $(READY) ## Write the API reference to build/docs
 	$(BIN)/pdoc --docformat google --math --output-directory build/docs ul2q.pipeline ul2q.exporters ul2q.runtimes ul2q.models
