@@ -46,7 +46,8 @@ def calibrate(prepared: Prepared, reference: nn.Module, batches: Batches) -> Bat
         batches: makes a pass over the calibration inputs.
 
     Returns:
-        What the re-estimation of batch norm did, or None without batch norm.
+        What the re-estimation of batch norm did, or None without batch norm, or without any batch of at least
+        two samples.
 
     Raises:
         UsageError: there are no calibration samples, or they give values that are not finite.
@@ -99,14 +100,16 @@ def _reestimate_batch_norm(
         norm.reset_running_stats()
         norm.momentum = None  # plain average over the batches
         norm.train()
+    used = 0
     for inputs in batches():
         if len(inputs[0]) > 1:  # one sample has no variance of its own
             module(*inputs)
+            used += 1
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
         norm.eval()
-    choice = BatchNormChoice(before, _output_error(module, reference, batches))
-    if not choice.kept:
+    choice = BatchNormChoice(before, _output_error(module, reference, batches)) if used else None
+    if choice is None or not choice.kept:
         for norm, (mean, var, count) in zip(norms, old, strict=True):
             norm.running_mean, norm.running_var, norm.num_batches_tracked = mean, var, count
     return choice
