@@ -56,16 +56,14 @@ def markdown(report: Report) -> str:
 
 def tables(report: Report, console: Console) -> None:
     """Print ``report`` on ``console``: the summary, one row a layer, the warnings."""
-    wide = Table(
-        box=box.SIMPLE_HEAD,
-        title=f"{report['model']['arch'] or 'model'}: {title(report)}",
-        title_justify="left",
-    )
-    for name in ("", "float", "quantised", ""):
-        wide.add_column(name, justify="right" if name else "left")
-    for row in text.summary(report):
-        wide.add_row(*(Text(value) for value in (row.label, row.before, row.after, row.note)))
-    console.print(wide)
+    console.print(Text(f"{report['model']['arch'] or 'model'}: {title(report)}"), soft_wrap=True)
+    if rows := text.summary(report):
+        table = Table(box=box.SIMPLE_HEAD)
+        for name in ("", "float", "quantised", ""):
+            table.add_column(name, justify="right" if name else "left")
+        for row in rows:
+            table.add_row(*(Text(value) for value in (row.label, row.before, row.after, row.note)))
+        console.print(table)
     table = Table(box=box.SIMPLE_HEAD)
     for name in text.LAYER_HEADER[:-1]:  # the remarks are too long for a column
         is_number = name in {"weights", "α", "β", "SQNR dB", "bytes"}

@@ -205,6 +205,16 @@ def test_the_console_shows_the_same_numbers(width: int) -> None:
     assert "warning: [bold] is no markup" in shown
 
 
+def test_a_plan_has_layers_only() -> None:
+    stream = io.StringIO()
+    kept = ("ul2q", "model", "config", "seed", "layers")
+    plan = complete({key: value for key, value in measured().items() if key in kept})
+    render.tables(plan, Console(file=stream, width=80))
+    assert "quantised" not in stream.getvalue()
+    assert "features.0" in stream.getvalue()
+    assert "| | float | quantised | |" in render.markdown(plan)
+
+
 @pytest.mark.parametrize(
     ("count", "shown"),
     [(None, "–"), (999, "999 bytes"), (1000, "1.0 kB"), (1_725_000, "1.7 MB"), (5 * 10**9, "5.0 GB")],
