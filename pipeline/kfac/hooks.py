@@ -113,7 +113,7 @@ class Recorder:
         ]
 
     def clear(self) -> None:
-        """Forget everything collected."""
+        """Forget what backward passes brought; a forward pass whose gradient is still to come counts on."""
         self.records = {}
 
     def remove(self) -> None:
@@ -140,24 +140,28 @@ class Recorder:
             except Uncovered:
                 record.problem = PROBLEMS.unbatched
                 return
-            record.rows += used * (output.numel() // (output.shape[0] * layer.channels(output)))
-            output.register_hook(self._output_hook(layer, record, inputs, (x.shape[0], used)))
+            rows = used * (output.numel() // (output.shape[0] * layer.channels(output)))
+            output.register_hook(self._output_hook(layer, record.error, inputs, (x.shape[0], used, rows)))
 
         return hook
 
     def _output_hook(
-        self, layer: Layer, record: Record, inputs: Any, sizes: tuple[int, int]
+        self, layer: Layer, error: float | None, inputs: Any, sizes: tuple[int, int, int]
     ) -> Callable[[Tensor], None]:
         done = False
 
         def hook(g: Tensor) -> None:
             nonlocal done
+            # Not the record of the forward pass: zero_grad may stand between the two passes.
+            record = self.records.setdefault(layer.name, Record())
+            record.error = error
             if done:
                 record.problem = PROBLEMS.twice
                 return
             done = True
             with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
                 sums = layer.sums(inputs, _full_precision(g[: sizes[1]]), rows=self.rows)
-            record.add(sums, *sizes, torch._C._current_graph_task_id())
+            record.rows += sizes[2]
+            record.add(sums, *sizes[:2], torch._C._current_graph_task_id())
 
         return hook

@@ -545,3 +545,22 @@ def test_all_kinds_of_layers_appear_once() -> None:
     optimizer = KFAC(_network())
     ids = list(itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups))
     assert len(ids) == len({id(p) for p in ids}) == 9
+
+
+def test_gradients_may_be_cleared_between_the_forward_and_the_backward_pass() -> None:
+    weights = []
+    for late in (False, True):
+        model = _network().train()
+        optimizer = KFAC(model, lr=0.05, factor_interval=1, inverse_interval=1)
+        for step in range(3):
+            x, y = _batch(8, 1, 6, 6, seed=step)
+            if not late:
+                optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            if late:
+                optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        assert "6" not in optimizer.uncovered
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*weights)
