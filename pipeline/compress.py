@@ -32,6 +32,7 @@ from ul2q.pipeline.graph.prepare import Prepared, prepare
 from ul2q.pipeline.progress import Progress
 from ul2q.pipeline.report import render, schema
 from ul2q.pipeline.verify import verify
+from ul2q.pipeline.weights import check_finite
 
 # Inputs on which every written file is compared with the lowered network.
 _VERIFIED_SAMPLES = 1000
@@ -190,6 +191,7 @@ def compress(
     Returns:
         The compressed network; `CompressedModel.save` writes and verifies its files.
     """
+    check_finite(model.state_dict(), type(model).__name__)
     splits = data if isinstance(data, DataSplits) else as_splits(data)
     return _compress(_Work(model, splits, config, progress or Progress(quiet=True), loss, metric))
 
@@ -200,6 +202,7 @@ def _compress(work: _Work) -> CompressedModel:
         torch.manual_seed(config.seed)
         with work.stage("capture"):
             captured = capture(work.model, work.example())
+        _check_labels(work, captured)
         with work.stage("prepare"):
             prepared = prepare(captured, config)
         with work.stage("calibrate"):
@@ -217,11 +220,29 @@ def _compress(work: _Work) -> CompressedModel:
     return CompressedModel(lowered.module, report, exported, exported_float, config, lowered, prepared, work)
 
 
+def _check_labels(work: _Work, captured: Captured) -> None:
+    """Refuse labels for which the network has no output.
+
+    Raises:
+        UsageError: there are such labels.
+    """
+    classes = work.data.num_classes
+    if classes is None or work.loss is not default_loss:
+        return
+    with torch.no_grad():
+        outputs = captured.module(*work.example())
+    if isinstance(outputs, Tensor) and outputs.ndim == 2 and outputs.shape[1] < classes:
+        raise UsageError(
+            f"the labels go up to {classes - 1}, the network has {outputs.shape[1]} outputs: "
+            "count classes from 0, or take the data it was trained on"
+        )
+
+
 def _finetune(work: _Work, captured: Captured, prepared: Prepared) -> None:
     config, train = work.config, work.train
     if config.finetune_epochs == 0:
         return
-    steps = -(-len(train) // config.batch_size)
+    steps = max(1, len(train) // config.batch_size)  # a partial last batch is dropped
 
     def epoch_batches(epoch: int) -> Iterator[tuple[Tensor, Tensor | None]]:
         stream = batches(

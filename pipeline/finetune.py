@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ul2q.pipeline.config import QuantConfig
+from ul2q.pipeline.graph.operators import BATCH_NORMS
 from ul2q.pipeline.graph.prepare import Prepared
 
 #: (outputs, targets or None, outputs of the float model) -> scalar loss.
@@ -104,6 +105,7 @@ def finetune(
     if epochs == 0:
         return
     module = prepared.module
+    norms = [m for m in module.modules() if isinstance(m, BATCH_NORMS)]
     optimizer = make_optimizer(module, config)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * steps_per_epoch)
     best = (score(), copy.deepcopy(module.state_dict())) if score is not None else None
@@ -113,6 +115,8 @@ def finetune(
         for inputs, targets in batches(epoch):
             with torch.no_grad():
                 target_outputs = teacher(inputs)
+            for norm in norms:
+                norm.train(len(inputs) > 1)  # one sample has no statistics of its own
             optimizer.zero_grad()
             with parametrize.cached():  # a layer that is called twice is quantised once
                 value = loss(module(inputs), targets, target_outputs)
