@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import shutil
 import statistics
@@ -238,7 +239,7 @@ class Curve:
 
 
 def run_curve(
-    data: DataSplits, make: Make, batch: int, *, seed: int, epochs: int, on: str, stop_at: float
+    data: DataSplits, make: Make, batch: int, *, seed: int, epochs: float, on: str, stop_at: float
 ) -> Curve:
     """Return the curve of lenet5 at a constant rate, measured about four times an epoch."""
     torch.manual_seed(seed)
@@ -248,7 +249,7 @@ def run_curve(
     assert data.train is not None  # noqa: S101 (mnist5k has all parts)
     per_epoch = max(1, len(data.train) // batch)
     curve, spent, step = Curve([], [], []), 0.0, 0
-    for epoch in range(epochs):
+    for epoch in range(math.ceil(epochs) + 1):
         for x, y in batches(data.train, batch, seed=seed, epoch=epoch, drop_last=True):
             started = time.perf_counter()
             optimizer.zero_grad()
@@ -257,7 +258,7 @@ def run_curve(
             optimizer.step()
             spent += time.perf_counter() - started
             step += 1
-            if not torch.isfinite(loss):
+            if not torch.isfinite(loss) or step * batch > epochs * len(data.train):
                 return curve
             if step % max(1, per_epoch // 4) == 0:
                 curve.epochs.append(step * batch / len(data.train))
@@ -268,7 +269,7 @@ def run_curve(
     return curve
 
 
-RATES = (0.003, 0.01, 0.03, 0.1, 0.3)
+RATES = (0.01, 0.03, 0.003, 0.1, 0.3, 0.001)
 
 
 def _makers(batch: int) -> dict[str, Callable[[float], Make]]:
@@ -282,31 +283,40 @@ def _makers(batch: int) -> dict[str, Callable[[float], Make]]:
 def curve(console: Console, folder: Path, target: float, sizes: Sequence[int]) -> None:
     """Search both learning rates on validation data, then measure on test data; draw the picture."""
     data = load_data("mnist5k")
-    table = Table("batch", "optimiser", "best rate", "epochs", "seconds", f"to {target:.1%} on test data")
+    table = Table(
+        "batch", "optimiser", "best rate", "epochs", "seconds", title=f"to {target:.1%} on test data"
+    )
     curves: dict[tuple[int, str], Curve] = {}
     for batch, (name, maker) in ((b, item) for b in sizes for item in _makers(b).items()):
-        epochs = 6 if batch < 1000 else 20
-        searched = {
-            lr: run_curve(data, maker(lr), batch, seed=0, epochs=epochs, on="validation", stop_at=target)
-            for lr in RATES
-        }
-        best = min(
-            RATES, key=lambda lr: (searched[lr].reaches(target)[0], -max(searched[lr].accuracy, default=0))
-        )
+        most = float(min(40, max(6, batch // 40)))
+        rate, shortest = _search(data, maker, batch, target, most)
+        if rate is None:
+            table.add_row(str(batch), name, "-", f"none of {len(RATES)} rates within {most:.0f} epochs", "-")
+            continue
+        limit = min(most, 2 * shortest + 2)
         runs = [
-            run_curve(data, maker(best), batch, seed=seed, epochs=epochs, on="test", stop_at=2.0)
+            run_curve(data, maker(rate), batch, seed=seed, epochs=limit, on="test", stop_at=2.0)
             for seed in (1, 2)
         ]
         curves[batch, name] = runs[0]
         reached = [run.reaches(target) for run in runs]
-        means = [statistics.mean(values) for values in zip(*reached, strict=True)]
-        each = ", ".join(f"{epoch:.1f}" for epoch, _ in reached)
-        table.add_row(
-            str(batch), name, f"{best:g}", f"{means[0]:.1f}", f"{means[1]:.0f}", f"seeds: {each} epochs"
-        )
-        console.print(f"batch {batch}, {name}: rate {best:g}, {means[0]:.1f} epochs, {means[1]:.0f} s")
+        epochs, seconds = (", ".join(f"{v:.1f}" for v in values) for values in zip(*reached, strict=True))
+        table.add_row(str(batch), name, f"{rate:g}", epochs, seconds)
+        console.print(f"batch {batch}, {name}: rate {rate:g}, epochs {epochs}, seconds {seconds}")
     console.print(table)
     _draw(curves, sizes, folder / "kfac-batch-size.png", target)
+
+
+def _search(
+    data: DataSplits, maker: Callable[[float], Make], batch: int, target: float, most: float
+) -> tuple[float | None, float]:
+    """Return the rate that reaches the accuracy on validation data first, and its epochs."""
+    best, shortest = None, most
+    for rate in RATES:
+        found = run_curve(data, maker(rate), batch, seed=0, epochs=shortest, on="validation", stop_at=target)
+        if found.reaches(target)[0] < shortest or (best is None and found.reaches(target)[0] <= shortest):
+            best, shortest = rate, found.reaches(target)[0]
+    return best, shortest
 
 
 def _draw(curves: dict[tuple[int, str], Curve], sizes: Sequence[int], path: Path, target: float) -> None:
@@ -318,6 +328,8 @@ def _draw(curves: dict[tuple[int, str], Curve], sizes: Sequence[int], path: Path
     figure, axes = plt.subplots(1, len(sizes), figsize=(4.2 * len(sizes), 3.4), sharey=True, squeeze=False)
     for axis, batch in zip(axes[0], sizes, strict=True):
         for name in ("SGD", "K-FAC"):
+            if (batch, name) not in curves:
+                continue
             found = curves[batch, name]
             axis.plot(found.epochs, [100 * a for a in found.accuracy], label=name)
         axis.axhline(100 * target, color="0.7", linewidth=0.8)

@@ -111,9 +111,12 @@ class Collector:
             wanted: layers whose statistics are to be taken, the same on all ranks.
             measure_error: measure the error of using a share of the examples.
         """
+        self._recorder.start(wanted, measure_error=measure_error)
+        self.discard()
+
+    def discard(self) -> None:
+        """Forget what backward passes have brought since the last step; on all ranks together."""
         self._recorder.clear()
-        self._recorder.wanted = wanted
-        self._recorder.measure_error = measure_error
         self._arrived = {}
         if self._exchange is not None:
             self._exchange.restart()
@@ -129,8 +132,7 @@ class Collector:
         rows = [0] * len(self.units)
         if self._recorder.wanted:
             for index, unit in enumerate(self.units):
-                found = self._recorder.records.get(unit.layer.name) if unit.layer is not None else None
-                rows[index] = 0 if found is None else found.rows
+                rows[index] = 0 if unit.layer is None else self._recorder.forward_rows.get(unit.layer.name, 0)
             rows = self._exchange.reduce(torch.tensor(rows), dist.ReduceOp.MAX).tolist()
         pairs = zip(self.units, rows, strict=True)
         return [form_of(unit, r, self._exchange.world, allow_rows=self._recorder.rows) for unit, r in pairs]

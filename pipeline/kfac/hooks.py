@@ -55,7 +55,6 @@ class Record:
         sums: unnormalised statistics, None before the first gradient.
         samples: examples n whose gradients have arrived.
         used: those of them that the statistics were formed from.
-        rows: rows (examples times positions) that forward passes have produced.
         problem: why the statistics cannot be used, or None.
         error: relative error of A by using a share of the examples, where it was measured.
     """
@@ -64,7 +63,6 @@ class Record:
         self.sums: Sums | None = None
         self.samples = 0
         self.used = 0
-        self.rows = 0
         self.problem: str | None = None
         self.error: float | None = None
         self._pass: tuple[int, int] | None = None  # backward pass and its batch size
@@ -87,12 +85,30 @@ class Record:
         self.sums = sums if self.sums is None else self.sums.plus(sums)  # type: ignore[arg-type]
 
 
+class _Call(NamedTuple):
+    """One forward pass of a layer, waiting for its gradient.
+
+    Attributes:
+        inputs: statistic of the inputs, as the layer forms it.
+        samples: batch size.
+        used: examples in ``inputs``.
+        error: relative error of A by using a share of the examples, where it was measured.
+    """
+
+    inputs: Any
+    samples: int
+    used: int
+    error: float | None
+
+
 class Recorder:
     """Hooks on all layers of a model.
 
     Attributes:
-        wanted: names of the layers to record; set it before the forward pass.
+        wanted: names of the layers to record.
         records: what was collected, by layer name.
+        forward_rows: rows (examples times positions) of all forward passes since :meth:`start`, by layer
+            name: known before any gradient arrives, and never less than what the records hold.
         rows: whether statistics may be kept as rows instead of matrices.
         share: share of the examples of a batch to use.
         measure_error: compare A of the share with that of all examples.
@@ -105,12 +121,24 @@ class Recorder:
         layers = list(layers)
         self.wanted = frozenset(layer.name for layer in layers)
         self.records: dict[str, Record] = {}
+        self.forward_rows: dict[str, int] = {}
         self.rows, self.share, self.training_only = rows, share, training_only
         self.measure_error = share < 1
         self._handles = [
             layer.module.register_forward_hook(self._forward_hook(layer), with_kwargs=True)
             for layer in layers
         ]
+
+    def start(self, wanted: frozenset[str], *, measure_error: bool = False) -> None:
+        """Begin a new step.
+
+        Args:
+            wanted: names of the layers to record.
+            measure_error: compare A of a share of the examples with that of all.
+        """
+        self.wanted, self.measure_error = wanted, measure_error
+        self.forward_rows = {}
+        self.clear()
 
     def clear(self) -> None:
         """Forget what backward passes brought; a forward pass whose gradient is still to come counts on."""
@@ -128,40 +156,43 @@ class Recorder:
                 return
             if self.training_only and not module.training:
                 return
-            x = args[0] if args else kwargs["input"]
-            record = self.records.setdefault(layer.name, Record())
-            used = max(1, round(self.share * x.shape[0])) if x.dim() else 0
-            try:
-                with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-                    values = _full_precision(x)
-                    inputs = layer.inputs(values, used, rows=self.rows)
-                    if self.measure_error and used < x.shape[0]:
-                        record.error = layer.input_error(values, used)
-            except Uncovered:
-                record.problem = PROBLEMS.unbatched
-                return
-            rows = used * (output.numel() // (output.shape[0] * layer.channels(output)))
-            output.register_hook(self._output_hook(layer, record.error, inputs, (x.shape[0], used, rows)))
+            self.records.setdefault(layer.name, Record())  # it ran, even if no gradient comes back
+            call = self._call(layer, args[0] if args else kwargs["input"], output)
+            output.register_hook(self._output_hook(layer, call))
 
         return hook
 
-    def _output_hook(
-        self, layer: Layer, error: float | None, inputs: Any, sizes: tuple[int, int, int]
-    ) -> Callable[[Tensor], None]:
+    def _call(self, layer: Layer, x: Tensor, output: Tensor) -> _Call | None:
+        """Return what the gradient of an output will need, None without a batch dimension."""
+        used = max(1, round(self.share * x.shape[0])) if x.dim() else 0
+        error = None
+        try:
+            with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+                values = _full_precision(x)
+                inputs = layer.inputs(values, used, rows=self.rows)
+                if self.measure_error and used < x.shape[0]:
+                    error = layer.input_error(values, used)
+        except Uncovered:
+            return None
+        rows = used * (output.numel() // (output.shape[0] * layer.channels(output)))
+        self.forward_rows[layer.name] = self.forward_rows.get(layer.name, 0) + rows
+        return _Call(inputs, x.shape[0], used, error)
+
+    def _output_hook(self, layer: Layer, call: _Call | None) -> Callable[[Tensor], None]:
         done = False
 
         def hook(g: Tensor) -> None:
             nonlocal done
             # Not the record of the forward pass: zero_grad may stand between the two passes.
             record = self.records.setdefault(layer.name, Record())
-            record.error = error
-            if done:
-                record.problem = PROBLEMS.twice
+            if call is None or done:
+                record.problem = PROBLEMS.unbatched if call is None else PROBLEMS.twice
                 return
             done = True
+            if call.error is not None:
+                record.error = call.error
             with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
-                sums = layer.sums(inputs, _full_precision(g[: sizes[1]]), rows=self.rows)
-            record.rows += sizes[2]
-            record.add(sums, *sizes[:2], torch._C._current_graph_task_id())
+                sums = layer.sums(call.inputs, _full_precision(g[: call.used]), rows=self.rows)
+            record.add(sums, call.samples, call.used, torch._C._current_graph_task_id())
 
         return hook

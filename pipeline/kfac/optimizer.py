@@ -194,7 +194,7 @@ class KFAC(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, and the statistics collected with them."""
         super().zero_grad(set_to_none)
-        self._arm()
+        self._collector.discard()
 
     @overload
     def step(self, closure: None = None) -> None: ...

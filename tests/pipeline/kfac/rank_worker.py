@@ -85,7 +85,9 @@ def train(spec: dict[str, Any]) -> dict[str, Any]:
     losses, launched = [], 0
     for step in range(*spec["steps"]):
         x, y = (part.chunk(dist.get_world_size())[dist.get_rank()] for part in batch(step, n, dtype))
-        kfac.zero_grad()
+        late = spec.get("late_zero_grad", False)
+        if not late:
+            kfac.zero_grad()
         if step == spec.get("nan_step") and dist.get_rank() == dist.get_world_size() - 1:
             x = x * float("nan")
         micro = spec.get("micro", 1)
@@ -93,6 +95,8 @@ def train(spec: dict[str, Any]) -> dict[str, Any]:
         for k, (micro_x, micro_y) in enumerate(zip(x.chunk(micro), y.chunk(micro), strict=True)):
             with kfac.no_sync() if k < micro - 1 else contextlib.nullcontext():
                 loss = F.cross_entropy(model(micro_x), micro_y, reduction="sum") / len(x)
+                if late and k == 0:
+                    kfac.zero_grad()
                 loss.backward()
             total += loss.item()
         exchange = kfac._collector._exchange

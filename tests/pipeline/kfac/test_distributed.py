@@ -110,6 +110,13 @@ def test_buckets_are_sent_while_backward_runs(ranks: Ranks) -> None:
     assert [result["launched"] for result in apart] == [6, 6]
 
 
+def test_gradients_may_be_cleared_between_the_forward_and_the_backward_pass(ranks: Ranks) -> None:
+    spec = {"steps": (0, 5), "kfac": {"inverse_interval": 1, "factor_interval": 1}}
+    (alone,) = ranks.results("train", 1, spec)
+    late = ranks.results("train", 2, spec | {"late_zero_grad": True, "options": {"bucket_bytes": 1}})
+    assert _difference(late[0]["weights"], alone["weights"]) < 1e-9
+
+
 def test_float32_on_several_ranks(ranks: Ranks) -> None:
     spec = {"steps": (0, 20), "dtype": torch.float32, "kfac": {"lr": 0.01}}
     (alone,) = ranks.results("train", 1, spec)

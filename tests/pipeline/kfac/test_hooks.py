@@ -183,7 +183,7 @@ def test_evaluation_no_grad_and_undifferentiated_forwards_leave_no_trace() -> No
     model(x).sum().backward()
     assert recorder.records["0"].samples == 5
     recorder.clear()
-    recorder.wanted = frozenset({"2"})
+    recorder.start(frozenset({"2"}))
     model(x).sum().backward()
     assert set(recorder.records) == {"2"}
 

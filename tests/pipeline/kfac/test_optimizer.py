@@ -385,6 +385,17 @@ def test_a_batch_with_nan_is_skipped_and_counted(caplog: pytest.LogCaptureFixtur
     assert _train(model, optimizer, range(3)) == _train(other, KFAC(other, lr=0.01), range(3))
 
 
+def test_clearing_gradients_late_does_not_keep_the_statistics_of_a_skipped_batch() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    optimizer = KFAC(model)
+    loss = model(torch.full((5, 3), float("nan"))).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    assert optimizer.skipped == 1
+    assert torch.equal(model[1].running_mean, torch.zeros(4))
+
+
 @pytest.mark.parametrize("decay", [0.0, 0.9])
 def test_statistics_that_overflow_are_not_averaged_in(decay: float) -> None:
     torch.manual_seed(0)
