@@ -291,7 +291,7 @@ class _Preparation:
         sites = {site.name for site in self.sites}
         if node.op == "call_module" and self._is_integer(node) and node.target not in sites:
             return str(node.target)
-        name = node.name if node.op == "placeholder" else self._function_name(node)
+        name = str(node.target) if node.op == "placeholder" else self._function_name(node)
         if node.op == "call_module" and not self._is_integer(node):
             name += ".output"
         return _unused(name, self.names | sites)
