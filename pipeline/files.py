@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,8 +23,11 @@ def check_output(path: Path, *, overwrite: bool) -> None:
     folder = path.absolute().parent
     if not folder.is_dir():
         raise UsageError(f"{folder} is no folder: make it first, or give another output")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise UsageError(f"{folder} cannot be written to: give another output")
+    try:
+        with tempfile.TemporaryFile(dir=folder):  # asking for permissions is not enough: root has them all
+            pass
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be written to: give another output") from error
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,11 @@ def test_outputs_are_checked_beforehand(tmp_path: Path, monkeypatch: pytest.Monk
         check_output(path, overwrite=False)
     with pytest.raises(UsageError, match="nowhere is no folder"):
         check_output(tmp_path / "nowhere" / "x", overwrite=True)
-    monkeypatch.setattr(os, "access", lambda *_: False)
+
+    def refuse(**_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
     with pytest.raises(UsageError, match="cannot be written to"):
         check_output(tmp_path / "y", overwrite=False)
 
