@@ -27,15 +27,15 @@ def _unpack_moment(state: dict[str, Tensor]) -> Moment:
     return Moment(matrix=math.untri(state["tri"]))
 
 
-def _pack_inverse(inverse: Inverse) -> dict[str, Tensor]:
+def _pack_inverse(inverse: Inverse) -> dict[str, Any]:
     if isinstance(inverse, LowRankInverse):
         return {"rows": inverse.rows, "core": inverse.core, "damping": inverse.damping}
     return {"tri": math.tri(inverse.matrix)}
 
 
-def _unpack_inverse(state: dict[str, Tensor]) -> Inverse:
+def _unpack_inverse(state: dict[str, Any]) -> Inverse:
     if "rows" in state:
-        return LowRankInverse(state["rows"], state["core"], state["damping"])
+        return LowRankInverse(state["rows"], state["core"], float(state["damping"]))
     return DenseInverse(math.untri(state["tri"]))
 
 

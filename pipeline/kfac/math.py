@@ -221,20 +221,22 @@ class LowRankInverse:
     Attributes:
         rows: U [r, d].
         core: (UUᵀ + δI)^-1 [r, r].
-        damping: δ [1].
+        damping: δ.
     """
 
     rows: Tensor
     core: Tensor
-    damping: Tensor
+    damping: float
 
     def left(self, v: Tensor) -> Tensor:
         """Return M^-1 v for v [1, d, k]."""
-        return (v - self.rows.T @ (self.core @ (self.rows @ v))) / self.damping
+        inside, scale = self.core @ (self.rows @ v[0]), 1 / self.damping
+        return torch.addmm(v[0], self.rows.T, inside, beta=scale, alpha=-scale)[None]
 
     def right(self, v: Tensor) -> Tensor:
         """Return v M^-1 for v [1, k, d]."""
-        return (v - ((v @ self.rows.T) @ self.core) @ self.rows) / self.damping
+        inside, scale = (v[0] @ self.rows.T) @ self.core, 1 / self.damping
+        return torch.addmm(v[0], inside, self.rows, beta=scale, alpha=-scale)[None]
 
 
 Inverse = DenseInverse | LowRankInverse
@@ -296,7 +298,7 @@ def invert(moment: Moment, damping: Tensor) -> tuple[Inverse, Tensor] | None:
         core = damped_inverse((moment.rows @ moment.rows.T)[None], damping)
         if core is None:
             return None
-        return LowRankInverse(moment.rows, core[0][0], core[1]), core[1]
+        return LowRankInverse(moment.rows, core[0][0], core[1].item()), core[1]
     found = damped_inverse(moment.dense(), damping)
     return None if found is None else (DenseInverse(found[0]), found[1])
 
