@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ul2q.pipeline.config import QuantConfig
+    from ul2q.pipeline.progress import Progress
 
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show warnings, and the whole trace of an error.")]
@@ -36,6 +40,35 @@ OnnxFile = Annotated[Path, typer.Argument(metavar="MODEL.onnx", help="An ONNX fi
 TrustPickle = Annotated[
     bool, typer.Option("--trust-pickle", help="Load files that can run code. Only for files you trust.")
 ]
+
+
+_debugging = False
+
+
+def start(quiet: bool, debug: bool) -> Progress:
+    """Set up a command.
+
+    Returns:
+        Where the command reports its progress.
+    """
+    from ul2q.pipeline.progress import Progress
+
+    global _debugging  # the process runs one command
+    _debugging = debug
+    if not debug:
+        warnings.simplefilter("ignore")  # libraries' warnings are about code, and would tear the progress bar
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # likewise, read when torch is imported
+    logging.getLogger("ul2q").setLevel(logging.INFO if debug else logging.WARNING)
+    return Progress(quiet=quiet)
+
+
+def debugging() -> bool:
+    """Tell whether the command was started with ``--debug``.
+
+    Returns:
+        True if so.
+    """
+    return _debugging
 
 
 def console() -> Console:

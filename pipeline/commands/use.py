@@ -1,0 +1,122 @@
+"""The commands that use a model file: measure its accuracy, run it, time it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ul2q.pipeline.options import (
+    Arch,
+    ArchArgs,
+    Data,
+    Debug,
+    Json,
+    OnnxFile,
+    Quiet,
+    TrustPickle,
+    network_args,
+    print_json,
+    start,
+)
+
+
+def evaluate(
+    model: Annotated[
+        Path,
+        typer.Argument(metavar="MODEL", help="MODEL.onnx, MODEL.keras or a checkpoint.", show_default=False),
+    ],
+    data: Data = None,
+    arch: Arch = None,
+    arch_args: ArchArgs = None,
+    trust_pickle: TrustPickle = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Measure the accuracy on the test samples."""
+    progress = start(quiet, debug)
+    from ul2q.pipeline.evaluate import evaluate_file
+
+    result = evaluate_file(
+        model,
+        data,
+        arch=arch,
+        arch_args=network_args(arch_args),
+        trust_pickle=trust_pickle,
+        progress=progress,
+    )
+    if as_json:
+        print_json(result)
+        return
+    top5 = "" if result["top5"] is None else f", top5 {100 * result['top5']:.2f} %"
+    typer.echo(f"top1 {100 * result['top1']:.2f} %{top5} on {result['samples']:,} test samples")
+
+
+def run(
+    model: OnnxFile,
+    inputs: Annotated[
+        Path,
+        typer.Option("--input", metavar="X", help="A .npy file [N, ...], an image, or a folder of images."),
+    ],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="OUT.npy", help="Write the model's output here.")
+    ] = None,
+    low_memory: Annotated[
+        bool,
+        typer.Option("--low-memory", help="Run one sample at a time and keep no memory in between; slower."),
+    ] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Run a model on inputs.
+
+    Images and byte arrays are preprocessed as the file says; a .npy of floating-point numbers is taken as the
+    model's input itself.
+    """
+    start(quiet, debug)
+    from ul2q.pipeline.evaluate import run_file, save_array
+    from ul2q.pipeline.files import check_output
+
+    if output is not None:
+        check_output(output, overwrite=True)
+    values = run_file(model, inputs, low_memory=low_memory)
+    if output is not None:
+        save_array(output, values)
+    answers = values.argmax(1).tolist() if values.ndim == 2 else None
+    if as_json:
+        print_json({"samples": len(values), "shape": list(values.shape), "argmax": answers})
+    elif output is not None:
+        typer.echo(f"{output}: {list(values.shape)}")
+    elif answers is not None:
+        for i, answer in enumerate(answers):
+            typer.echo(f"{i}: class {answer}, score {values[i, answer]:.4g}")
+    else:
+        typer.echo(f"output {list(values.shape)}: give -o OUT.npy to keep it")
+
+
+def bench(
+    model: OnnxFile,
+    against: Annotated[
+        Path | None, typer.Option(metavar="OTHER.onnx", help="A model to compare with.")
+    ] = None,
+    threads: Annotated[int, typer.Option(help="Threads within an operator.")] = 1,
+    runs: Annotated[int, typer.Option(help="Timed calls of each model.")] = 200,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Measure the time of one sample in ONNX Runtime; two models take turns, so that their ratio is fair."""
+    start(quiet, debug)
+    from ul2q.runtimes import onnxruntime as runtime
+
+    result = runtime.bench(model, against, threads=threads, runs=runs)
+    if as_json:
+        print_json(result)
+        return
+    typer.echo(f"{model}: median {result['median_ms']:.3f} ms, 95th percentile {result['p95_ms']:.3f} ms")
+    if against is not None:
+        typer.echo(f"{against}: median {result['against_median_ms']:.3f} ms; ratio {result['ratio']:.3f}")
+    typer.echo("executes " + ", ".join(f"{count} {name}" for name, count in result["operators"].items()))
