@@ -6,35 +6,7 @@ import torch
 from torch import nn
 
 from ul2q.models import Architecture
-
-
-class BasicBlock(nn.Module):
-    """Two 3x3 convolutions with BN around a shortcut, which is a 1x1 convolution where the shape changes.
-
-    Args:
-        inputs: channels of the input.
-        outputs: channels of the output.
-        stride: of the first convolution.
-    """
-
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(outputs)
-        self.relu = nn.ReLU()
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(outputs)
-        self.downsample: nn.Module | None = None
-        if stride != 1 or inputs != outputs:
-            self.downsample = nn.Sequential(
-                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
-            )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [N, outputs, ⌈H/stride⌉, ⌈W/stride⌉] for ``x`` [N, inputs, H, W]."""
-        shortcut = x if self.downsample is None else self.downsample(x)
-        x = self.relu(self.bn1(self.conv1(x)))
-        return self.relu(self.bn2(self.conv2(x)) + shortcut)
+from ul2q.models._resnet import BasicBlock
 
 
 class ResNet8(nn.Module):

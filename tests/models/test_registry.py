@@ -28,22 +28,30 @@ def layer_outputs(model: nn.Module, shape: tuple[int, ...]) -> int:
     return sum(counted)
 
 
-def test_the_names_are_those_of_the_contract() -> None:
-    assert {"lenet5", "mlp", "mobilenet_small", "resnet8"} <= set(models.names())
+SMALL = ("cifarnet", "lenet5", "mlp", "mobilenet_small", "resnet8", "vgg_like")
+LARGE = ("alexnet", "mobilenet_v2", "resnet18", "resnet18_paper", "resnet34", "resnet50")
+DENSE = ("linknet", "unet", "unetplusplus")
+
+
+def test_every_architecture_is_tested() -> None:
+    assert sorted(SMALL + LARGE + DENSE) == list(models.names())
 
 
 @pytest.mark.parametrize("name", models.names())
-def test_default_network_maps_its_default_input_to_logits(name: str) -> None:
+def test_default_network_maps_its_default_input_to_its_output(name: str) -> None:
     architecture = models.get(name)
-    model = models.build(name)
-    assert model.training
-    logits = model.eval()(torch.zeros(2, *architecture.input_shape))
-    assert logits.shape == (2, architecture.num_classes)
     assert models.input_shape(name) == architecture.input_shape
+    with torch.device("meta"):  # shapes only
+        model = models.build(name)
+        assert model.training
+        out = model.eval()(torch.zeros(2, *architecture.input_shape))
+    positions = architecture.input_shape[1:] if name in DENSE else ()
+    assert out.shape == (2, architecture.num_classes, *positions)
+    assert architecture.task == ("dense" if name in DENSE else "classification")
 
 
 @pytest.mark.parametrize("shape", [(1, 28, 28), (3, 32, 32)])
-@pytest.mark.parametrize("name", models.names())
+@pytest.mark.parametrize("name", SMALL)
 def test_network_built_for_a_shape_takes_it(name: str, shape: tuple[int, int, int]) -> None:
     args = json.loads(json.dumps(models.arguments_for(name, shape, 7)))
     size_known = "input_size" in args
@@ -51,7 +59,21 @@ def test_network_built_for_a_shape_takes_it(name: str, shape: tuple[int, int, in
     assert models.build(name, **args).eval()(torch.zeros(3, *shape)).shape == (3, 7)
 
 
-@pytest.mark.parametrize("name", models.names())
+@pytest.mark.parametrize("name", LARGE)
+def test_large_network_built_for_a_shape_takes_it(name: str) -> None:
+    with torch.device("meta"):
+        model = models.build(name, **models.arguments_for(name, (1, 96, 80), 7))
+        assert model.eval()(torch.zeros(3, 1, 96, 80)).shape == (3, 7)
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_dense_network_answers_a_probability_for_every_pixel(name: str) -> None:
+    out = models.build(name, in_channels=2, num_classes=3).eval()(torch.randn(1, 2, 32, 64))
+    assert out.shape == (1, 3, 32, 64)
+    assert 0 < out.min() < out.max() < 1
+
+
+@pytest.mark.parametrize("name", [*SMALL, "mobilenet_v2"])
 def test_same_seed_gives_the_same_weights_and_another_seed_does_not(name: str) -> None:
     states = []
     for seed in (1, 1, 2):
@@ -61,10 +83,47 @@ def test_same_seed_gives_the_same_weights_and_another_seed_does_not(name: str) -
     assert not torch.equal(states[0], states[2])
 
 
-def test_lenet5_has_the_counts_of_the_paper() -> None:
-    lenet = models.build("lenet5")
-    assert weights_and_biases(lenet) == 1_663_370
-    assert layer_outputs(lenet, (1, 28, 28)) == 38_154
+@pytest.mark.parametrize(
+    ("name", "parameters", "outputs"),
+    [
+        ("lenet5", 1_663_370, 38_154),
+        ("cifarnet", 85_098, 43_114),
+        ("mobilenet_v2", 3_470_760, 6_679_112),
+        ("resnet18_paper", 11_684_008, None),
+    ],
+)
+def test_counts_are_those_of_the_paper(name: str, parameters: int, outputs: int | None) -> None:
+    with torch.device("meta"):
+        model = models.build(name)
+        assert weights_and_biases(model) == parameters
+        assert outputs is None or layer_outputs(model, models.input_shape(name)) == outputs
+
+
+# What torchvision's documentation states for its weight files, and the entries in them.
+TORCHVISION = {
+    "resnet18": (11_689_512, 122, "layer4.1.bn2.num_batches_tracked"),
+    "resnet34": (21_797_672, 218, "layer3.5.conv2.weight"),
+    "resnet50": (25_557_032, 320, "layer2.0.downsample.1.running_mean"),
+    "mobilenet_v2": (3_504_872, 314, "features.17.conv.3.running_var"),
+}
+
+
+@pytest.mark.parametrize("name", TORCHVISION)
+def test_weight_files_of_torchvision_fit(name: str) -> None:
+    parameters, entries, key = TORCHVISION[name]
+    with torch.device("meta"):
+        model = models.build(name)
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    assert len(model.state_dict()) == entries
+    assert key in model.state_dict()
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_the_encoder_takes_the_weights_of_resnet50(name: str) -> None:
+    with torch.device("meta"):
+        encoder, resnet = models.build(name).encoder, models.build("resnet50")
+    shapes = {key: value.shape for key, value in resnet.state_dict().items() if not key.startswith("fc.")}
+    assert {key: value.shape for key, value in encoder.state_dict().items()} == shapes
 
 
 def test_resnet8_names_are_torchvisions() -> None:
@@ -90,7 +149,7 @@ def test_mlp_takes_any_number_of_hidden_layers() -> None:
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("lenet", "lenet5"), ("ResNet8", "resnet8"), ("zzz", "lenet5, mlp"), ("_blocks", "known")],
+    [("lenet", "lenet5"), ("ResNet8", "resnet8"), ("zzz", "lenet5, linknet"), ("_blocks", "known")],
 )
 def test_unknown_name_is_refused_with_the_nearest(name: str, hint: str) -> None:
     with pytest.raises(UsageError, match="unknown architecture") as error:
