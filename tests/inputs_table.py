@@ -171,7 +171,8 @@ KINDS: dict[str, dict[str, str]] = {
 HEAD = """# Inputs that break tools like this one
 
 Kinds of networks, files and values that are often reported as failing somewhere in the field, what becomes of
-each here, and the tests that hold it. `make docs` writes this page from the marks on the tests; a test compares.
+each here, and the tests that hold it. `make docs` writes this page from the marks on the tests; a test
+compares.
 """
 
 
