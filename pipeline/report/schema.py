@@ -24,6 +24,20 @@ class Model(TypedDict):
     parameters: int
 
 
+class WeightHistogram(TypedDict):
+    """How the float weights of a quantised layer lie: equally wide bins from ``low`` to ``high``.
+
+    Unit "weight": the weights themselves, with levels α(q + 1/2) + β. Unit "step", where α and β are per
+    channel: (w − β)/α, with levels q + 1/2; channels with α = 0 are left out.
+    """
+
+    unit: str
+    low: float
+    high: float
+    counts: list[int]
+    outside: int  # weights beyond low..high, counted in the outer bins
+
+
 class Layer(TypedDict):
     """One layer with parameters: quantised, or left in float for ``reason``."""
 
@@ -37,6 +51,8 @@ class Layer(TypedDict):
     alpha: float | list[float] | None
     beta: float | list[float] | None
     sqnr_db: float | None  # of the weights
+    loss: float | None  # squared error of the weights over their variance; its optimum is ul2q.LOSS[wbits]
+    histogram: WeightHistogram | None
     bytes_float: int | None
     bytes_quantized: int | None  # codes, scales and bias in the file
     quantized: bool
@@ -49,6 +65,8 @@ class Activation(TypedDict):
     name: str
     scale: float
     zero_point: int
+    min: float | None  # extremes seen in calibration
+    max: float | None
     fit: str  # the rule with the least error
     error: float | None  # mean squared error over the mean square, on the calibration samples
     errors: dict[str, float | None]  # the same for every rule that was tried
@@ -82,11 +100,19 @@ class FloatAndQuantized(TypedDict):
     quantized: float | None
 
 
+class LiveBytes(TypedDict):
+    """Bytes of weights and activations that are alive while one node runs."""
+
+    name: str
+    bytes: int
+
+
 class Memory(TypedDict):
     """Memory while running."""
 
     paper: PaperMemory
     planned_peak_bytes: int | None
+    live: list[LiveBytes]  # in execution order
     measured_peak_rss_bytes: FloatAndQuantized
 
 

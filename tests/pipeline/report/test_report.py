@@ -70,17 +70,17 @@ CONTRACT = """
 ul2q model.source model.sha256 model.arch model.parameters config seed seconds layers activations
 size.float_onnx_bytes size.onnx_bytes size.overhead_bytes size.ratio size.weight_bits_mean size.keras_bytes
 memory.paper.parameters memory.paper.activations memory.paper.storage_bytes memory.paper.runtime_bytes
-memory.paper.float_runtime_bytes memory.planned_peak_bytes memory.measured_peak_rss_bytes.float
-memory.measured_peak_rss_bytes.quantized accuracy.metric accuracy.samples accuracy.float accuracy.quantized
-accuracy.onnxruntime accuracy.keras metrics parity.onnxruntime.max_abs parity.onnxruntime.max_steps
+memory.paper.float_runtime_bytes memory.planned_peak_bytes memory.live
+memory.measured_peak_rss_bytes.float memory.measured_peak_rss_bytes.quantized
+accuracy.metric accuracy.samples accuracy.float accuracy.quantized accuracy.onnxruntime accuracy.keras metrics parity.onnxruntime.max_abs parity.onnxruntime.max_steps
 parity.onnxruntime.argmax_agreement parity.onnxruntime.first_layer parity.keras latency_ms.float
 latency_ms.quantized latency_ms.ratio latency_ms.threads latency_ms.operators warnings
 """
 LAYER = """
-name op parameters outputs wbits abits granularity alpha beta sqnr_db bytes_float bytes_quantized quantized
-reason
+name op parameters outputs wbits abits granularity alpha beta sqnr_db loss histogram bytes_float
+bytes_quantized quantized reason
 """
-ACTIVATION = "name scale zero_point fit error errors"
+ACTIVATION = "name scale zero_point min max fit error errors"
 OPEN = {"config", "seconds", "metrics", "latency_ms.operators"}
 
 
