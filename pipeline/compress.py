@@ -6,7 +6,6 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,25 +16,21 @@ from torch import Tensor, nn
 from ul2q import __version__
 from ul2q.exporters.onnx import ExportedModel, export_float, export_lowered
 from ul2q.pipeline import measure, mirror
-from ul2q.pipeline.accuracy import measure_accuracy
-from ul2q.pipeline.calibrate import BatchNormChoice, calibrate, fit_activations
-from ul2q.pipeline.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from ul2q.pipeline.calibrate import calibrate, fit_activations
 from ul2q.pipeline.config import QuantConfig
-from ul2q.pipeline.data import Dataset, DataSplits, Preprocess, as_splits, batches, load_data
+from ul2q.pipeline.data import Dataset, DataSplits, as_splits, batches
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.files import check_output, replacing_folder
-from ul2q.pipeline.finetune import EpochResult, Loss, default_loss, finetune
+from ul2q.pipeline.finetune import Loss, default_loss, finetune
 from ul2q.pipeline.graph.capture import Captured, capture
-from ul2q.pipeline.graph.folding import float_state_dict
 from ul2q.pipeline.graph.lower import Lowered, lower
 from ul2q.pipeline.graph.prepare import Prepared, prepare
+from ul2q.pipeline.loading import load_model, load_samples
 from ul2q.pipeline.progress import Progress
-from ul2q.pipeline.report import render, schema
-from ul2q.pipeline.verify import verify
+from ul2q.pipeline.report import schema
 from ul2q.pipeline.weights import check_finite
-
-# Inputs on which every written file is compared with the lowered network.
-_VERIFIED_SAMPLES = 1000
+from ul2q.pipeline.work import Work
+from ul2q.pipeline.writing import write
 
 
 @dataclass
@@ -59,7 +54,7 @@ class CompressedModel:
     config: QuantConfig
     lowered: Lowered
     prepared: Prepared
-    _work: _Work = field(repr=False)
+    _work: Work = field(repr=False)
 
     def to_onnx(self, path: str | Path) -> None:
         """Write the ONNX file."""
@@ -94,7 +89,7 @@ class CompressedModel:
         if "keras" in to:
             mirror.keras_runtime()  # a missing package is told before any work
         with replacing_folder(directory) as folder:
-            self.report = _write(self, folder, "keras" in to)
+            self.report = write(self, folder, "keras" in to)
         return directory
 
 
@@ -109,64 +104,6 @@ class CompressionResult:
 
     directory: Path | None
     report: dict[str, Any]
-
-
-@dataclass
-class _Work:
-    """What passes from stage to stage beside the graphs."""
-
-    model: nn.Module
-    data: DataSplits
-    config: QuantConfig
-    progress: Progress
-    loss: Loss = default_loss
-    metric: Callable[[nn.Module, Dataset], float] | None = None
-    source: Checkpoint | None = None
-    seconds: dict[str, float] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
-    epochs: list[EpochResult] = field(default_factory=list)
-    batch_norm: BatchNormChoice | None = None
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Time a stage and say that it runs."""
-        self.progress.line(name)
-        started = time.perf_counter()
-        yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
-
-    @property
-    def train(self) -> Dataset:
-        for part in (self.data.train, self.data.validation, self.data.test):
-            if part is not None:
-                return part
-        raise UsageError(f"{self.data.spec} holds no samples")
-
-    def calibration(self) -> Iterator[tuple[Tensor, ...]]:
-        """One pass over the calibration inputs, shuffled by the seed."""
-        left = self.config.samples or len(self.train)
-        for x, _ in batches(self.train, self.config.batch_size, seed=self.config.seed):
-            yield (x[:left],)
-            left -= len(x)
-            if left <= 0:
-                return
-
-    def example(self) -> list[Tensor]:
-        return [next(self.calibration())[0][:2]]
-
-    def score(self, module: nn.Module) -> float | None:
-        """Return the validation score, or None without labelled validation data."""
-        return self._score(module, self.data.validation)
-
-    def test_score(self, module: nn.Module) -> float | None:
-        return self._score(module, self.data.test)
-
-    def _score(self, module: nn.Module, dataset: Dataset | None) -> float | None:
-        if dataset is None or (self.metric is None and not self.data.labelled):
-            return None
-        if self.metric is not None:
-            return self.metric(module, dataset)
-        return measure_accuracy(module, dataset).top1
 
 
 def compress(
@@ -193,10 +130,10 @@ def compress(
     """
     check_finite(model.state_dict(), type(model).__name__)
     splits = data if isinstance(data, DataSplits) else as_splits(data)
-    return _compress(_Work(model, splits, config, progress or Progress(quiet=True), loss, metric))
+    return _compress(Work(model, splits, config, progress or Progress(quiet=True), loss, metric))
 
 
-def _compress(work: _Work) -> CompressedModel:
+def _compress(work: Work) -> CompressedModel:
     config = work.config
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
@@ -220,7 +157,7 @@ def _compress(work: _Work) -> CompressedModel:
     return CompressedModel(lowered.module, report, exported, exported_float, config, lowered, prepared, work)
 
 
-def _check_labels(work: _Work, captured: Captured) -> None:
+def _check_labels(work: Work, captured: Captured) -> None:
     """Refuse labels for which the network has no output.
 
     Raises:
@@ -238,7 +175,7 @@ def _check_labels(work: _Work, captured: Captured) -> None:
         )
 
 
-def _finetune(work: _Work, captured: Captured, prepared: Prepared) -> None:
+def _finetune(work: Work, captured: Captured, prepared: Prepared) -> None:
     config, train = work.config, work.train
     if config.finetune_epochs == 0:
         return
@@ -266,104 +203,11 @@ def _finetune(work: _Work, captured: Captured, prepared: Prepared) -> None:
     work.batch_norm = calibrate(prepared, captured.module, work.calibration)
 
 
-def _metadata(work: _Work) -> dict[str, str]:
+def _metadata(work: Work) -> dict[str, str]:
     metadata = {"ul2q.preprocess": json.dumps(work.data.preprocess.to_dict(), sort_keys=True)}
     if work.source is not None:
         metadata["ul2q.source_sha256"] = work.source.sha256
     return metadata
-
-
-def _write(compressed: CompressedModel, folder: Path, with_keras: bool) -> dict[str, Any]:
-    """Return the write all files into ``folder``, verify and measure them, and return the report."""
-    work, lowered = compressed._work, compressed.lowered
-    files = measure.Files(folder / "model.onnx", folder / "float.onnx")
-    compressed.exported.save(files.quantized)
-    compressed.exported_float.save(files.float)
-    (folder / "config.json").write_text(json.dumps(compressed.config.to_dict(), indent=2) + "\n")
-    source = work.source
-    if source is not None and source.arch is not None:
-        save_checkpoint(
-            folder / "checkpoint.pt", work.model, arch=source.arch, arch_args=source.arch_args,
-            data=source.data or work.data.record(), preprocess=work.data.preprocess,
-            input_shape=work.data.shape, classes=work.data.classes,
-            state_dict=float_state_dict(work.model, compressed.prepared),
-        )  # fmt: skip
-    else:
-        torch.save(float_state_dict(work.model, compressed.prepared), folder / "checkpoint.pt")
-    with work.stage("verify"):
-        inputs = _first_samples(work.data.test or work.train, _VERIFIED_SAMPLES)
-        parity, _ = verify(files.quantized, lowered, compressed.exported.code_tensors, [inputs])
-        work.progress.line(
-            f"verified {parity.sites} activation sites on {parity.samples} samples: "
-            f"{parity.differing_codes} differing codes"
-        )
-        twin, keras_parity = _write_keras(compressed, folder, inputs) if with_keras else (None, None)
-    with work.stage("report"):
-        values = {
-            "ul2q": __version__,
-            "model": {
-                "source": source.path.name if source else None,
-                "sha256": source.sha256 if source else None,
-                "arch": source.arch if source else type(work.model).__name__,
-                "parameters": sum(p.numel() for p in work.model.parameters()),
-            },
-            "config": compressed.config.to_dict(),
-            "seed": compressed.config.seed,
-            **compressed.report,
-            "size": measure.sizes(files) | _keras_size(folder),
-            "memory": measure.memory(files),
-            "accuracy": _accuracies(work, lowered, files, twin),
-            "parity": {"onnxruntime": parity.to_dict(), "keras": keras_parity},
-            "latency_ms": measure.latency(files),
-            "warnings": work.warnings,
-        }
-    values["seconds"] = {name: round(seconds, 3) for name, seconds in work.seconds.items()}
-    report = schema.complete(values)
-    (folder / "report.json").write_text(schema.to_json(report), encoding="utf-8")
-    (folder / "report.md").write_text(render.markdown(report), encoding="utf-8")
-    return dict(report)
-
-
-def _write_keras(compressed: CompressedModel, folder: Path, inputs: Tensor) -> tuple[Any, dict[str, Any]]:
-    """Write model.keras into ``folder`` and compare it.
-
-    Returns:
-        The model as it was read back, and its parity.
-    """
-    path, progress = folder / "model.keras", compressed._work.progress
-    twin = mirror.write_mirror(folder / "model.onnx", path)
-    parity = mirror.mirror_parity(path, twin, compressed.lowered, inputs)
-    progress.line(f"verified {parity.sites} sites in Keras: {parity.differing_codes} differing codes")
-    return twin, parity.to_dict()
-
-
-def _keras_size(folder: Path) -> dict[str, Any]:
-    path = folder / "model.keras"
-    return {"keras_bytes": path.stat().st_size if path.exists() else None}
-
-
-def _accuracies(work: _Work, lowered: Lowered, files: measure.Files, twin: Any) -> dict[str, Any]:
-    test = work.data.test
-    if test is None or (work.metric is None and not work.data.labelled):
-        return {}
-    return {
-        "metric": "top1" if work.metric is None else getattr(work.metric, "__name__", "metric"),
-        "samples": len(test),
-        "float": work.test_score(work.model),
-        "quantized": work.test_score(lowered.module),
-        "onnxruntime": work.test_score(measure.OnnxModule(files.quantized)),
-        "keras": None if twin is None else work.test_score(mirror.KerasModule(twin)),
-    }
-
-
-def _first_samples(dataset: Dataset, count: int) -> Tensor:
-    parts, left = [], count
-    for x, _ in batches(dataset, 250):
-        parts.append(x[:left])
-        left -= len(x)
-        if left <= 0:
-            break
-    return torch.cat(parts)
 
 
 def compress_file(
@@ -409,13 +253,9 @@ def compress_file(
     directory = output or model.with_name(f"{model.stem}-w{config.wbits}a{config.abits}")
     check_output(directory, overwrite=overwrite or dry_run)
     started = time.perf_counter()
-    notes: list[str] = []
-    if model.suffix == ".keras":
-        checkpoint, notes = mirror.load_keras_checkpoint(model)
-    else:
-        checkpoint = load_checkpoint(model, arch, arch_args, trust_pickle)
-    splits = _load_data(checkpoint, data, input_shape, preprocess)
-    work = _Work(checkpoint.model, splits, config, progress, source=checkpoint, warnings=notes)
+    checkpoint, notes = load_model(model, arch, arch_args, trust_pickle)
+    splits = load_samples(checkpoint, data, input_shape, preprocess)
+    work = Work(checkpoint.model, splits, config, progress, source=checkpoint, warnings=notes)
     work.seconds["load"] = time.perf_counter() - started
     if dry_run:
         return CompressionResult(None, _plan(work))
@@ -424,31 +264,7 @@ def compress_file(
     return CompressionResult(directory, compressed.report)
 
 
-def _load_data(
-    checkpoint: Checkpoint,
-    data: str | None,
-    input_shape: tuple[int, ...] | None,
-    preprocess: Mapping[str, Any] | None,
-) -> DataSplits:
-    spec = data or (checkpoint.data or {}).get("spec")
-    if spec is None:
-        raise UsageError(
-            f"--data is missing: {checkpoint.path.name} does not record what it was trained on; "
-            "give digits, mnist5k or a path with samples as the model takes them"
-        )
-    prepared = checkpoint.preprocess
-    if preprocess:
-        known = prepared.to_dict() if prepared is not None else {}
-        prepared = Preprocess.from_dict({**known, **preprocess})
-    return load_data(
-        spec,
-        input_shape=input_shape or checkpoint.input_shape,
-        preprocess=prepared,
-        classes=checkpoint.classes,
-    )
-
-
-def _plan(work: _Work) -> dict[str, Any]:
+def _plan(work: Work) -> dict[str, Any]:
     """Return the report of a dry run: what would be quantised."""
     captured = capture(work.model, work.example())
     prepared = prepare(captured, work.config)

@@ -189,7 +189,7 @@ def test_a_file_that_fails_verification_leaves_the_old_directory(
     def refuse(*_: object) -> None:
         raise JobError("does not reproduce")
 
-    monkeypatch.setattr("ul2q.pipeline.compress.verify", refuse)
+    monkeypatch.setattr("ul2q.pipeline.writing.verify", refuse)
     with pytest.raises(JobError, match="does not reproduce"):
         compressed.save(folder, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -1,0 +1,69 @@
+"""From the files that a user names to a network and its data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ul2q.pipeline import mirror
+from ul2q.pipeline.checkpoint import Checkpoint, load_checkpoint
+from ul2q.pipeline.data import DataSplits, Preprocess, load_data
+from ul2q.pipeline.errors import UsageError
+
+
+def load_model(
+    model: Path, arch: str | None, arch_args: Mapping[str, Any] | None, trust_pickle: bool
+) -> tuple[Checkpoint, list[str]]:
+    """Read a model file of any kind.
+
+    Args:
+        model: the file.
+        arch: architecture, where the file does not say it.
+        arch_args: its arguments.
+        trust_pickle: allow files that can run code.
+
+    Returns:
+        The network with what its file records, and notes for the report.
+    """
+    if model.suffix == ".keras":
+        return mirror.load_keras_checkpoint(model)
+    return load_checkpoint(model, arch, arch_args, trust_pickle), []
+
+
+def load_samples(
+    checkpoint: Checkpoint,
+    data: str | None,
+    input_shape: tuple[int, ...] | None,
+    preprocess: Mapping[str, Any] | None,
+) -> DataSplits:
+    """Read the data of a network.
+
+    Args:
+        checkpoint: the network.
+        data: data source; None means the one that the checkpoint records.
+        input_shape: shape of one input, where neither checkpoint nor data say it.
+        preprocess: preprocessing of raw samples; None means the one that the checkpoint records.
+
+    Returns:
+        The splits.
+
+    Raises:
+        UsageError: neither ``data`` nor the checkpoint names any.
+    """
+    spec = data or (checkpoint.data or {}).get("spec")
+    if spec is None:
+        raise UsageError(
+            f"--data is missing: {checkpoint.path.name} does not record what it was trained on; "
+            "give digits, mnist5k or a path with samples as the model takes them"
+        )
+    prepared = checkpoint.preprocess
+    if preprocess:
+        known = prepared.to_dict() if prepared is not None else {}
+        prepared = Preprocess.from_dict({**known, **preprocess})
+    return load_data(
+        spec,
+        input_shape=input_shape or checkpoint.input_shape,
+        preprocess=prepared,
+        classes=checkpoint.classes,
+    )

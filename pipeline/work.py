@@ -1,0 +1,102 @@
+"""What passes from stage to stage of a compression beside the graphs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from ul2q.pipeline.accuracy import measure_accuracy
+from ul2q.pipeline.calibrate import BatchNormChoice
+from ul2q.pipeline.checkpoint import Checkpoint
+from ul2q.pipeline.config import QuantConfig
+from ul2q.pipeline.data import Dataset, DataSplits, batches
+from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.finetune import EpochResult, Loss, default_loss
+from ul2q.pipeline.progress import Progress
+
+
+@dataclass
+class Work:
+    """A network, its data, and what the stages found out.
+
+    Attributes:
+        model: the network, in float32.
+        data: its data.
+        config: what to do.
+        progress: where to report.
+        loss: fine-tuning loss.
+        metric: score of (module, dataset); None means top-1 accuracy.
+        source: the file that the network came from.
+        seconds: time of each stage.
+        warnings: what the report should say.
+        epochs: results of the fine-tuning.
+        batch_norm: what became of the batch norm statistics.
+    """
+
+    model: nn.Module
+    data: DataSplits
+    config: QuantConfig
+    progress: Progress
+    loss: Loss = default_loss
+    metric: Callable[[nn.Module, Dataset], float] | None = None
+    source: Checkpoint | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    epochs: list[EpochResult] = field(default_factory=list)
+    batch_norm: BatchNormChoice | None = None
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time a stage and say that it runs.
+
+        Yields:
+            Nothing.
+        """
+        self.progress.line(name)
+        started = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+    @property
+    def train(self) -> Dataset:
+        """The samples to calibrate and fine-tune on.
+
+        Raises:
+            UsageError: there are none.
+        """
+        for part in (self.data.train, self.data.validation, self.data.test):
+            if part is not None:
+                return part
+        raise UsageError(f"{self.data.spec} holds no samples")
+
+    def calibration(self) -> Iterator[tuple[Tensor, ...]]:
+        """Yield the inputs of one pass over the calibration samples, shuffled by the seed."""
+        left = self.config.samples or len(self.train)
+        for x, _ in batches(self.train, self.config.batch_size, seed=self.config.seed):
+            yield (x[:left],)
+            left -= len(x)
+            if left <= 0:
+                return
+
+    def example(self) -> list[Tensor]:
+        """Return inputs of one or two samples."""
+        return [next(self.calibration())[0][:2]]
+
+    def score(self, module: nn.Module) -> float | None:
+        """Return the validation score, or None without labelled validation data."""
+        return self._score(module, self.data.validation)
+
+    def test_score(self, module: nn.Module) -> float | None:
+        """Return the test score, or None without labelled test data."""
+        return self._score(module, self.data.test)
+
+    def _score(self, module: nn.Module, dataset: Dataset | None) -> float | None:
+        if dataset is None or (self.metric is None and not self.data.labelled):
+            return None
+        if self.metric is not None:
+            return self.metric(module, dataset)
+        return measure_accuracy(module, dataset).top1

@@ -1,0 +1,128 @@
+"""Write the files of a compressed network, compare and measure them, and report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ul2q import __version__
+from ul2q.pipeline import measure, mirror
+from ul2q.pipeline.checkpoint import save_checkpoint
+from ul2q.pipeline.data import Dataset, batches
+from ul2q.pipeline.graph.folding import float_state_dict
+from ul2q.pipeline.graph.lower import Lowered
+from ul2q.pipeline.report import render, schema
+from ul2q.pipeline.verify import verify
+from ul2q.pipeline.work import Work
+
+if TYPE_CHECKING:
+    from ul2q.pipeline.compress import CompressedModel
+
+# Inputs on which every written file is compared with the lowered network.
+_VERIFIED_SAMPLES = 1000
+
+
+def write(compressed: CompressedModel, folder: Path, with_keras: bool) -> dict[str, Any]:
+    """Write all files into ``folder``, verify and measure them.
+
+    Args:
+        compressed: the network.
+        folder: an empty folder.
+        with_keras: write model.keras too.
+
+    Returns:
+        The report.
+    """
+    work, lowered = compressed._work, compressed.lowered
+    files = measure.Files(folder / "model.onnx", folder / "float.onnx")
+    compressed.exported.save(files.quantized)
+    compressed.exported_float.save(files.float)
+    (folder / "config.json").write_text(json.dumps(compressed.config.to_dict(), indent=2) + "\n")
+    source = work.source
+    if source is not None and source.arch is not None:
+        save_checkpoint(
+            folder / "checkpoint.pt", work.model, arch=source.arch, arch_args=source.arch_args,
+            data=source.data or work.data.record(), preprocess=work.data.preprocess,
+            input_shape=work.data.shape, classes=work.data.classes,
+            state_dict=float_state_dict(work.model, compressed.prepared),
+        )  # fmt: skip
+    else:
+        torch.save(float_state_dict(work.model, compressed.prepared), folder / "checkpoint.pt")
+    with work.stage("verify"):
+        inputs = _first_samples(work.data.test or work.train, _VERIFIED_SAMPLES)
+        parity, _ = verify(files.quantized, lowered, compressed.exported.code_tensors, [inputs])
+        work.progress.line(
+            f"verified {parity.sites} activation sites on {parity.samples} samples: "
+            f"{parity.differing_codes} differing codes"
+        )
+        twin, keras_parity = _write_keras(compressed, folder, inputs) if with_keras else (None, None)
+    with work.stage("report"):
+        values = {
+            "ul2q": __version__,
+            "model": {
+                "source": source.path.name if source else None,
+                "sha256": source.sha256 if source else None,
+                "arch": source.arch if source else type(work.model).__name__,
+                "parameters": sum(p.numel() for p in work.model.parameters()),
+            },
+            "config": compressed.config.to_dict(),
+            "seed": compressed.config.seed,
+            **compressed.report,
+            "size": measure.sizes(files) | _keras_size(folder),
+            "memory": measure.memory(files),
+            "accuracy": _accuracies(work, lowered, files, twin),
+            "parity": {"onnxruntime": parity.to_dict(), "keras": keras_parity},
+            "latency_ms": measure.latency(files),
+            "warnings": work.warnings,
+        }
+    values["seconds"] = {name: round(seconds, 3) for name, seconds in work.seconds.items()}
+    report = schema.complete(values)
+    (folder / "report.json").write_text(schema.to_json(report), encoding="utf-8")
+    (folder / "report.md").write_text(render.markdown(report), encoding="utf-8")
+    return dict(report)
+
+
+def _write_keras(compressed: CompressedModel, folder: Path, inputs: Tensor) -> tuple[Any, dict[str, Any]]:
+    """Write model.keras into ``folder`` and compare it.
+
+    Returns:
+        The model as it was read back, and its parity.
+    """
+    path, progress = folder / "model.keras", compressed._work.progress
+    twin = mirror.write_mirror(folder / "model.onnx", path)
+    parity = mirror.mirror_parity(path, twin, compressed.lowered, inputs)
+    progress.line(f"verified {parity.sites} sites in Keras: {parity.differing_codes} differing codes")
+    return twin, parity.to_dict()
+
+
+def _keras_size(folder: Path) -> dict[str, Any]:
+    path = folder / "model.keras"
+    return {"keras_bytes": path.stat().st_size if path.exists() else None}
+
+
+def _accuracies(work: Work, lowered: Lowered, files: measure.Files, twin: Any) -> dict[str, Any]:
+    test = work.data.test
+    if test is None or (work.metric is None and not work.data.labelled):
+        return {}
+    return {
+        "metric": "top1" if work.metric is None else getattr(work.metric, "__name__", "metric"),
+        "samples": len(test),
+        "float": work.test_score(work.model),
+        "quantized": work.test_score(lowered.module),
+        "onnxruntime": work.test_score(measure.OnnxModule(files.quantized)),
+        "keras": None if twin is None else work.test_score(mirror.KerasModule(twin)),
+    }
+
+
+def _first_samples(dataset: Dataset, count: int) -> Tensor:
+    parts, left = [], count
+    for x, _ in batches(dataset, 250):
+        parts.append(x[:left])
+        left -= len(x)
+        if left <= 0:
+            break
+    return torch.cat(parts)
