@@ -11,9 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from ul2q.exporters.onnx import ExportedModel
+from ul2q.pipeline.graph.folding import master_weight
 from ul2q.pipeline.graph.layers import LoweredWeight
 from ul2q.pipeline.graph.lower import Lowered
 from ul2q.pipeline.graph.prepare import LayerPlan, Prepared
+from ul2q.pipeline.quantize.grid import dequantize
+from ul2q.pipeline.report import weights as report_weights
 from ul2q.runtimes import onnxruntime as runtime
 
 _BENCH_RUNS = 100
@@ -52,6 +55,7 @@ def layers_report(prepared: Prepared, lowered: Lowered, exported: ExportedModel)
                 "beta": _plain(weight.grid.beta),
                 "sqnr_db": weight.sqnr_db,
                 "bytes_quantized": exported.layer_bytes[plan.name],
+                **_weights(prepared, weight),
             }
         rows.append(row)
     return {"layers": rows, "activations": _activations(prepared)}
@@ -79,6 +83,21 @@ def _planned(plan: LayerPlan, prepared: Prepared) -> dict[str, Any]:
     }
 
 
+def _weights(prepared: Prepared, weight: LoweredWeight) -> dict[str, Any]:
+    """Return loss and histogram of a layer's float weights, as they were when they were quantised."""
+    w = master_weight(prepared.module.get_submodule(weight.layer)).numpy()
+    grid = weight.grid
+    # A channel that became a constant is no longer what its weights were quantised to.
+    kept = np.setdiff1d(np.arange(len(w)), weight.constant_channels)
+    per_channel = grid.per_channel and prepared.config.granularity == "channel"
+    if not kept.size:
+        return {"loss": None, "histogram": None}
+    return {
+        "loss": report_weights.loss(w[kept], dequantize(weight.codes, grid)[kept], per_channel=per_channel),
+        "histogram": report_weights.histogram(w, grid.alpha, grid.beta),
+    }
+
+
 def _plain(value: Any) -> float | list[float]:
     array = np.asarray(value, np.float64)
     return [float(v) for v in array] if array.ndim else float(array)
@@ -94,6 +113,8 @@ def _activations(prepared: Prepared) -> list[dict[str, Any]]:
                     "name": site.name,
                     "scale": fit.scale,
                     "zero_point": fit.zero_point,
+                    "min": quantizer.stats.low,
+                    "max": quantizer.stats.high,
                     "fit": fit.fit,
                     "error": fit.error,
                     "errors": dict(fit.errors),

@@ -78,6 +78,26 @@ def test_steps_offsets_and_errors_are_those_of_the_weights(
         assert (positions.min(), positions.max()) == (pytest.approx(-4, abs=1e-4), pytest.approx(3, abs=1e-4))
 
 
+def test_losses_and_histograms_are_those_of_the_weights(
+    rows: dict[str, dict[str, Any]], deployed: Any
+) -> None:
+    for name in ("conv", "mid", "twice"):
+        layer = deployed.prepared.module.get_submodule(name)
+        float_weight = layer.parametrizations.weight.original.detach().double().numpy()
+        channels = list(zip(float_weight, layer.weight.detach().double().numpy(), strict=True))
+        noise = sum(((w - q) ** 2).sum() for w, q in channels)
+        assert rows[name]["loss"] == pytest.approx(
+            noise / sum(((w - w.mean()) ** 2).sum() for w, _ in channels)
+        )
+        histogram = rows[name]["histogram"]
+        steps = [
+            (w - b) / a for w, a, b in zip(float_weight, rows[name]["alpha"], rows[name]["beta"], strict=True)
+        ]
+        assert (histogram["low"], histogram["high"]) == pytest.approx((np.min(steps), np.max(steps)))
+        assert sum(histogram["counts"]) == float_weight.size
+    assert "histogram" not in rows["head"]
+
+
 def test_bytes_of_layers_and_the_rest_make_the_file(rows: dict[str, dict[str, Any]], deployed: Any) -> None:
     tensors = {t.name: len(t.raw_data) for t in onnx.load(deployed.path).graph.initializer}
     for name in ("conv", "mid", "twice"):
@@ -98,15 +118,18 @@ def test_activations_are_those_of_the_sites(deployed: Any) -> None:
         name: (np.float32(f.scale), f.zero_point) for name, f in deployed.lowered.code_formats.items()
     }
     assert found == expected
+    quantizers = {site.name: quantizer for site, quantizer in deployed.prepared.quantizers()}
     for row in report["activations"]:
         assert row["fit"] in row["errors"]
+        quantizer = quantizers[row["name"]]
+        assert (row["min"], row["max"]) == (quantizer.stats.low, quantizer.stats.high)
         assert row["error"] == min(error for error in row["errors"].values() if error is not None)
 
 
 def test_the_plan_has_the_same_rows_without_measurements(
     rows: dict[str, dict[str, Any]], deployed: Any
 ) -> None:
-    measured = {"alpha", "beta", "sqnr_db", "bytes_quantized"}
+    measured = {"alpha", "beta", "sqnr_db", "loss", "histogram", "bytes_quantized"}
     for row in measure.planned_layers(deployed.prepared):
         assert measured & row.keys() == {"bytes_quantized"}
         assert row["bytes_quantized"] == (None if row["quantized"] else row["bytes_float"])

@@ -72,7 +72,8 @@ size.float_onnx_bytes size.onnx_bytes size.overhead_bytes size.ratio size.weight
 memory.paper.parameters memory.paper.activations memory.paper.storage_bytes memory.paper.runtime_bytes
 memory.paper.float_runtime_bytes memory.planned_peak_bytes memory.live
 memory.measured_peak_rss_bytes.float memory.measured_peak_rss_bytes.quantized
-accuracy.metric accuracy.samples accuracy.float accuracy.quantized accuracy.onnxruntime accuracy.keras metrics parity.onnxruntime.max_abs parity.onnxruntime.max_steps
+accuracy.metric accuracy.samples accuracy.float accuracy.quantized accuracy.onnxruntime accuracy.keras
+metrics parity.onnxruntime.max_abs parity.onnxruntime.max_steps
 parity.onnxruntime.argmax_agreement parity.onnxruntime.first_layer parity.keras latency_ms.float
 latency_ms.quantized latency_ms.ratio latency_ms.threads latency_ms.operators warnings
 """
