@@ -134,6 +134,14 @@ def rank(node: Any) -> int:
     return int(node.meta["val"].ndim)
 
 
+def share_channels(layer: nn.Module, node: fx.Node, norm: fx.Node) -> bool:
+    """Return whether the channels of the batch norm ``norm`` are those that ``layer`` gives at ``node``.
+
+    A linear layer acts on the last dimension, a batch norm on the second.
+    """
+    return rank(norm) == rank(node) and (not isinstance(layer, nn.Linear) or rank(node) == 2)
+
+
 def input_nodes(node: fx.Node) -> list[fx.Node]:
     """Return the tensor operands of a layer or an integer function, in order."""
     if node.target is aten.cat.default:
