@@ -39,6 +39,9 @@ def compress(
     epochs: Annotated[int | None, typer.Option(help="Epochs of fine-tuning: 5 up to 4 bits, else 0.")] = None,
     granularity: Annotated[str | None, typer.Option(help="One scale per tensor or per channel.")] = None,
     act_fit: Annotated[str | None, typer.Option(help="auto, normal, rectified or minmax.")] = None,
+    quantizer: Annotated[
+        str | None, typer.Option(help="ul2q; to compare: bwn (1 bit), twn (2 bits), fixed or dorefa.")
+    ] = None,
     optimizer: Annotated[str | None, typer.Option(help="Fine-tuning by adam, sgd or kfac.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate of the fine-tuning.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Samples per step.")] = None,
@@ -78,6 +81,7 @@ def compress(
 
     given = {
         "wbits": wbits, "abits": abits, "epochs": epochs, "granularity": granularity, "act_fit": act_fit,
+        "quantizer": quantizer,
         "optimizer": optimizer, "lr": lr, "batch_size": batch_size, "samples": samples,
         "exclude": exclude or None, "opset": opset, "storage": storage, "seed": seed,
     }  # fmt: skip

@@ -13,7 +13,8 @@ from torch.nn.utils import parametrize
 
 from ul2q.pipeline.graph import operators
 from ul2q.pipeline.graph.prepare import Prepared
-from ul2q.pipeline.quantize.grid import Grid, quantize_weight
+from ul2q.pipeline.quantize.baselines import quantize
+from ul2q.pipeline.quantize.grid import Grid
 
 
 @dataclass(frozen=True)
@@ -31,13 +32,12 @@ class FixedWeight:
     factor: NDArray[np.float64]
 
 
-def quantized_weight(layer: Any, k: int, granularity: str) -> tuple[NDArray[np.int8], Grid]:
+def quantized_weight(layer: Any, k: int, granularity: str, quantizer: str) -> tuple[NDArray[np.int8], Grid]:
     """Return codes and grid of a layer's weight: its fixed ones, else those of its float weight."""
     fixed: FixedWeight | None = getattr(layer, "fixed_weight", None)
     if fixed is not None:
         return fixed.codes, fixed.grid
-    q, grid = quantize_weight(master_weight(layer).numpy(), k, granularity)
-    return q, grid
+    return quantize(master_weight(layer).numpy(), k, granularity, quantizer=quantizer)
 
 
 def float_state_dict(model: nn.Module, prepared: Prepared) -> dict[str, Tensor]:

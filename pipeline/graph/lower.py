@@ -203,7 +203,8 @@ class _Lowering:
         is_norm = user.op == "call_module" and isinstance(
             self.modules[str(user.target)], operators.BATCH_NORMS
         )
-        return user if is_norm and operators.rank(user) == operators.rank(node) else None
+        layer = self.modules[str(node.target)]
+        return user if is_norm and operators.share_channels(layer, node, user) else None
 
     def _layer_before(self, norm: fx.Node) -> fx.Node | None:
         source = cast(fx.Node, norm.args[0])
@@ -309,7 +310,7 @@ class _Lowering:
             JobError: a sum of products could overflow 32 bits.
         """
         config = self.prepared.config
-        q, grid = quantized_weight(layer, config.wbits, config.granularity)
+        q, grid = quantized_weight(layer, config.wbits, config.granularity, config.quantizer)
         sqnr = sqnr_db(master_weight(layer).numpy(), dequantize(q, grid))
         scale = (np.broadcast_to(grid.scale, factor.shape).astype(np.float64) * factor).astype(np.float32)
         unit = (np.float32(in_scale) * scale).astype(np.float64)  # value of one unit of the accumulator
@@ -342,7 +343,7 @@ class _Lowering:
         config = self.prepared.config
         transposed = isinstance(layer, operators.WEIGHT_ONLY_LAYERS)
         granularity = "tensor" if transposed else config.granularity
-        q, grid = quantized_weight(layer, config.wbits, granularity)
+        q, grid = quantized_weight(layer, config.wbits, granularity, config.quantizer)
         channels = 1 if transposed else len(q)
         factor, bias = fold_norm(layer, norm)
         scale = np.broadcast_to(grid.scale, (channels,)).astype(np.float64) * (1.0 if transposed else factor)

@@ -154,7 +154,7 @@ class _Preparation:
                 continue
             transposed = isinstance(layer, operators.WEIGHT_ONLY_LAYERS)
             granularity = "tensor" if transposed else self.config.granularity
-            quantizer = WeightQuantizer(self.config.wbits, granularity)
+            quantizer = WeightQuantizer(self.config.wbits, granularity, quantizer=self.config.quantizer)
             # unsafe: the check would run the quantiser on meta data only to compare shapes that it keeps.
             parametrize.register_parametrization(layer, "weight", quantizer, unsafe=True)
 
@@ -244,7 +244,8 @@ class _Preparation:
             return None
         (user,) = node.users
         is_norm = user.op == "call_module" and isinstance(self.modules[user.target], operators.BATCH_NORMS)
-        return user if is_norm and operators.rank(node) == operators.rank(user) else None
+        layer = self.modules[node.target]
+        return user if is_norm and operators.share_channels(layer, node, user) else None
 
     def _add_anchored_site(self, anchor: fx.Node) -> None:
         norm = self._fused_norm(anchor)

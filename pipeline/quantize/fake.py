@@ -7,8 +7,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from ul2q.pipeline.config import ACT_FITS, GRANULARITIES
+from ul2q.pipeline.config import ACT_FITS, GRANULARITIES, check_quantizer
 from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.quantize import baselines
 from ul2q.pipeline.quantize import grid as grids
 from ul2q.pipeline.quantize.ema import ActivationParams, ActivationStats, Clip, fit_activation
 from ul2q.pipeline.quantize.histogram import BINS
@@ -22,8 +23,12 @@ class _QuantizedWeight(torch.autograd.Function):
     """scale·w_int of the weight's own grid; ∂L/∂w = ∂L/∂w_q (equation 15 of [P]), for clipped weights too."""
 
     @staticmethod
-    def forward(ctx: Any, w: Tensor, k: int, granularity: str, channel_axis: int) -> Tensor:  # noqa: ARG004
+    def forward(ctx: Any, w: Tensor, k: int, granularity: str, channel_axis: int, quantizer: str) -> Tensor:  # noqa: ARG004
         values = w.float()
+        if quantizer != "ul2q":
+            found, grid = baselines.quantize(values.cpu().numpy(), k, granularity, channel_axis, quantizer)
+            q = torch.from_numpy(found).to(values.device)
+            return grids.dequantize(q, grid, channel_axis).to(w.dtype)
         # NumPy and torch give equal bits; on the CPU NumPy sums faster and shares the memory.
         source = values.numpy() if values.device.type == "cpu" else values
         grid = grids.weight_grid(source, k, granularity, channel_axis)
@@ -31,37 +36,42 @@ class _QuantizedWeight(torch.autograd.Function):
         return grids.dequantize(q, grid, channel_axis).to(w.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ARG004
-        return gradients[0], None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:  # noqa: ARG004
+        return gradients[0], None, None, None, None
 
 
 class WeightQuantizer(nn.Module):
-    """μL2Q as a `torch.nn.utils.parametrize` parametrisation of a weight.
+    """μL2Q, or a quantiser to compare it with, as a `torch.nn.utils.parametrize` parametrisation of a weight.
 
     Forward: scale·(multiplier·q + offset) with the grid of the current weight, equal bit for bit to
-    `ul2q.pipeline.quantize.grid.quantize_weight` and to DequantizeLinear. Backward: identity, without a
-    gradient through μ and σ.
+    `ul2q.pipeline.quantize.baselines.quantize` and to DequantizeLinear. Backward: identity, without a
+    gradient through the statistics.
 
     Args:
         k: width in bits, 1..8.
         granularity: "tensor" or "channel".
         channel_axis: axis of the output channels (1 for ConvTranspose).
+        quantizer: one of `ul2q.pipeline.config.QUANTIZERS`.
 
     Raises:
         UsageError: an argument is out of range.
     """
 
-    def __init__(self, k: int, granularity: str = "tensor", channel_axis: int = 0) -> None:
+    def __init__(
+        self, k: int, granularity: str = "tensor", channel_axis: int = 0, quantizer: str = "ul2q"
+    ) -> None:
         super().__init__()
         if k not in range(1, 9):
             raise UsageError(f"k is {k}: weights take 1 to 8 bits")
         if granularity not in GRANULARITIES:
             raise UsageError(f"granularity is {granularity!r}: use one of {', '.join(GRANULARITIES)}")
+        check_quantizer(quantizer, k)
         self.k, self.granularity, self.channel_axis = k, granularity, channel_axis
+        self.quantizer = quantizer
 
     def forward(self, w: Tensor) -> Tensor:
         """Return the quantised weight, of the shape and type of ``w``."""
-        return _QuantizedWeight.apply(w, self.k, self.granularity, self.channel_axis)
+        return _QuantizedWeight.apply(w, self.k, self.granularity, self.channel_axis, self.quantizer)
 
     def right_inverse(self, w: Tensor) -> Tensor:
         """Return ``w``: assigning a weight sets the float weight behind it."""
@@ -69,7 +79,8 @@ class WeightQuantizer(nn.Module):
 
     def extra_repr(self) -> str:
         """Return the arguments as text."""
-        return f"k={self.k}, granularity={self.granularity!r}, channel_axis={self.channel_axis}"
+        text = f"k={self.k}, granularity={self.granularity!r}, channel_axis={self.channel_axis}"
+        return text if self.quantizer == "ul2q" else f"{text}, quantizer={self.quantizer!r}"
 
 
 class _QuantizedActivation(torch.autograd.Function):

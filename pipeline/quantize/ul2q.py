@@ -192,7 +192,7 @@ def _sums(rows: Array, xp: Namespace, centre: Array | None = None) -> Array:
     return xp.concatenate(sums)
 
 
-def _require_finite(w: Array, alpha: Array, beta: Array, xp: Namespace) -> None:
+def require_finite(w: Array, alpha: Array, beta: Array, xp: Namespace) -> None:
     """Check by its statistics that ``w`` is finite: one NaN or infinity makes the mean so.
 
     Raises:
@@ -248,7 +248,7 @@ def scale_offset(
         alpha = xp.reshape(cast(LAMBDA[k] * sigma, "float32", xp), shape)
         beta = xp.reshape(cast(mean, "float32", xp), shape)
     if check:
-        _require_finite(values, alpha, beta, xp)
+        require_finite(values, alpha, beta, xp)
     return xp.where(alpha >= SMALLEST_STEP, alpha, alpha * 0), beta
 
 
