@@ -168,16 +168,8 @@ def _style(name: str) -> Line2D:
     """Return how the lines of a quantiser look: hollow marks leave visible what they coincide with."""
     label, colour, marker, line = _STYLES[name]
     size, face = (5, colour) if name == "ul2q" else (8, "none")
-    return Line2D(
-        [],
-        [],
-        color=colour,
-        marker=marker,
-        markersize=size,
-        markerfacecolor=face,
-        linestyle=line,
-        label=label,
-    )
+    look: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": line, "label": label}
+    return Line2D([], [], markersize=size, markerfacecolor=face, **look)
 
 
 def _lines(axes: Axes, losses: Sequence[Loss], field: str) -> None:
