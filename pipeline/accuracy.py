@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ul2q.pipeline.data import Dataset, batches
+from ul2q.pipeline.data import Dataset, input_batches
 from ul2q.pipeline.errors import UsageError
 
 
@@ -28,12 +28,13 @@ class Accuracy:
 
 
 def measure_accuracy(
-    model: nn.Module | Callable[[torch.Tensor], torch.Tensor], dataset: Dataset, batch_size: int = 250
+    model: nn.Module | Callable[..., torch.Tensor], dataset: Dataset, batch_size: int = 250
 ) -> Accuracy:
     """Return the accuracy of ``model`` on ``dataset``.
 
     Args:
-        model: maps x [N, ...] to scores [N, classes]; a module is measured in eval mode and left as it was.
+        model: maps inputs [N, ...] to scores [N, classes]; a module is measured in eval mode and left as it
+            was.
         dataset: samples with labels.
         batch_size: samples at a time.
 
@@ -49,8 +50,8 @@ def measure_accuracy(
     first = among = samples = classes = 0
     try:
         with torch.inference_mode():
-            for x, y in batches(dataset, batch_size):
-                scores = model(x)
+            for inputs, y in input_batches(dataset, batch_size):
+                scores = model(*inputs)
                 if y is None:
                     raise UsageError("accuracy needs labels, the data have none")
                 if not isinstance(scores, torch.Tensor) or scores.ndim != 2 or len(scores) != len(y):

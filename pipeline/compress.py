@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import tempfile
 import time
@@ -18,11 +19,12 @@ from ul2q.exporters.onnx import ExportedModel, export_float, export_lowered
 from ul2q.pipeline import measure, mirror
 from ul2q.pipeline.calibrate import calibrate, fit_activations
 from ul2q.pipeline.config import QuantConfig
-from ul2q.pipeline.data import Dataset, DataSplits, as_splits, batches
+from ul2q.pipeline.data import Dataset, Inputs, as_splits, input_batches
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.files import check_output, replacing_folder
 from ul2q.pipeline.finetune import Loss, default_loss, finetune
 from ul2q.pipeline.graph.capture import Captured, capture
+from ul2q.pipeline.graph.inputs import input_names
 from ul2q.pipeline.graph.lower import Lowered, lower
 from ul2q.pipeline.graph.prepare import Prepared, prepare
 from ul2q.pipeline.loading import load_model, load_samples
@@ -86,6 +88,7 @@ class CompressedModel:
         """
         directory = Path(directory)
         check_output(directory, overwrite=overwrite)
+        _check_targets(to, self.lowered.input_names)
         if "keras" in to:
             mirror.keras_runtime()  # a missing package is told before any work
         with replacing_folder(directory) as folder:
@@ -118,8 +121,9 @@ def compress(
     """Quantise a trained network.
 
     Args:
-        model: the network, in float32.
-        data: arrays (x, y), a Dataset, a DataLoader, an iterable of batches, or a source by name or path.
+        model: the network; half or double precision is turned into float32.
+        data: arrays (x, y), a Dataset, a DataLoader, an iterable of batches, or a source by name or path; for
+            several inputs (x1, x2, y) in place of (x, y), or a mapping of input names to arrays.
         config: what to do.
         loss: fine-tuning loss of (outputs, targets or None, outputs of the float network).
         metric: score of (module, dataset), larger is better; None means top-1 accuracy.
@@ -129,7 +133,9 @@ def compress(
         The compressed network; `CompressedModel.save` writes and verifies its files.
     """
     check_finite(model.state_dict(), type(model).__name__)
-    splits = data if isinstance(data, DataSplits) else as_splits(data)
+    if any(p.is_floating_point() and p.dtype != torch.float32 for p in model.parameters()):
+        model = copy.deepcopy(model).float()
+    splits = as_splits(data, input_names=input_names(model))
     return _compress(Work(model, splits, config, progress or Progress(quiet=True), loss, metric))
 
 
@@ -138,6 +144,7 @@ def _compress(work: Work) -> CompressedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         with work.stage("capture"):
+            work.settle_inputs()
             captured = capture(work.model, work.example())
         _check_labels(work, captured)
         with work.stage("prepare"):
@@ -181,8 +188,8 @@ def _finetune(work: Work, captured: Captured, prepared: Prepared) -> None:
         return
     steps = max(1, len(train) // config.batch_size)  # a partial last batch is dropped
 
-    def epoch_batches(epoch: int) -> Iterator[tuple[Tensor, Tensor | None]]:
-        stream = batches(
+    def epoch_batches(epoch: int) -> Iterator[tuple[Inputs, Tensor | None]]:
+        stream = input_batches(
             train, config.batch_size, seed=config.seed, epoch=epoch + 1, augment=True, drop_last=True
         )
         with work.progress.bar(f"fine-tune epoch {epoch + 1}/{config.finetune_epochs}", steps) as bar:
@@ -256,6 +263,7 @@ def compress_file(
     checkpoint, notes = load_model(model, arch, arch_args, trust_pickle)
     splits = load_samples(checkpoint, data, input_shape, preprocess)
     work = Work(checkpoint.model, splits, config, progress, source=checkpoint, warnings=notes)
+    _check_targets(to, input_names(checkpoint.model))
     work.seconds["load"] = time.perf_counter() - started
     if dry_run:
         return CompressionResult(None, _plan(work))
@@ -264,8 +272,17 @@ def compress_file(
     return CompressionResult(directory, compressed.report)
 
 
+def _check_targets(to: Sequence[str], names: Sequence[str]) -> None:
+    if "keras" in to and len(names) > 1:
+        raise UsageError(
+            f"the network takes {len(names)} inputs ({', '.join(names)}): Keras files are written for "
+            "networks with one: leave keras out of --to"
+        )
+
+
 def _plan(work: Work) -> dict[str, Any]:
     """Return the report of a dry run: what would be quantised."""
+    work.settle_inputs()
     captured = capture(work.model, work.example())
     prepared = prepare(captured, work.config)
     values = {

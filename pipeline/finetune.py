@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ul2q.pipeline.config import QuantConfig
+from ul2q.pipeline.data import Inputs
 from ul2q.pipeline.graph.operators import BATCH_NORMS
 from ul2q.pipeline.graph.prepare import Prepared
 
@@ -75,7 +76,7 @@ def make_optimizer(module: nn.Module, config: QuantConfig) -> torch.optim.Optimi
 def finetune(
     prepared: Prepared,
     teacher: nn.Module,
-    batches: Callable[[int], Iterator[tuple[Tensor, Tensor | None]]],
+    batches: Callable[[int], Iterator[tuple[Tensor | Inputs, Tensor | None]]],
     steps_per_epoch: int,
     *,
     loss: Loss = default_loss,
@@ -91,7 +92,7 @@ def finetune(
     Args:
         prepared: a calibrated graph.
         teacher: the float network.
-        batches: makes the shuffled batches of an epoch (counted from 0).
+        batches: makes the shuffled batches of an epoch (counted from 0); inputs are a tensor or a tuple.
         steps_per_epoch: batches per epoch.
         loss: see `Loss`.
         refit: fits the activation ranges anew.
@@ -112,18 +113,20 @@ def finetune(
     for epoch in range(epochs):
         module.train()
         total, count = 0.0, 0
-        for inputs, targets in batches(epoch):
+        for given, targets in batches(epoch):
+            inputs = (given,) if isinstance(given, Tensor) else given
+            samples = len(inputs[0])
             with torch.no_grad():
-                target_outputs = teacher(inputs)
+                target_outputs = teacher(*inputs)
             for norm in norms:
-                norm.train(len(inputs) > 1)  # one sample has no statistics of its own
+                norm.train(samples > 1)  # one sample has no statistics of its own
             optimizer.zero_grad()
             with parametrize.cached():  # a layer that is called twice is quantised once
-                value = loss(module(inputs), targets, target_outputs)
+                value = loss(module(*inputs), targets, target_outputs)
                 value.backward()
             optimizer.step()
             schedule.step()
-            total, count = total + float(value.detach()) * len(inputs), count + len(inputs)
+            total, count = total + float(value.detach()) * samples, count + samples
         refit()
         result = EpochResult(epoch + 1, total / max(count, 1), score() if score is not None else None)
         if best is not None and result.score is not None and result.score >= best[0]:

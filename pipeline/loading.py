@@ -8,8 +8,9 @@ from typing import Any
 
 from ul2q.pipeline import mirror
 from ul2q.pipeline.checkpoint import Checkpoint, load_checkpoint
-from ul2q.pipeline.data import DataSplits, Preprocess, load_data
+from ul2q.pipeline.data import DataSplits, Preprocess, load_data, load_several
 from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.graph.inputs import input_names
 
 
 def load_model(
@@ -61,6 +62,12 @@ def load_samples(
     if preprocess:
         known = prepared.to_dict() if prepared is not None else {}
         prepared = Preprocess.from_dict({**known, **preprocess})
+    names = input_names(checkpoint.model)
+    if len(names) > 1:
+        return load_several(
+            Path(spec), names, input_shape=input_shape or checkpoint.input_shape, preprocess=prepared,
+            num_classes=None if checkpoint.classes is None else len(checkpoint.classes),
+        )  # fmt: skip
     return load_data(
         spec,
         input_shape=input_shape or checkpoint.input_shape,

@@ -31,15 +31,17 @@ class Files:
 
 
 class OnnxModule(nn.Module):
-    """An ONNX file as a module: the first output of the first input."""
+    """An ONNX file as a module that gives its first output."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.live = runtime.session(path)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the first output [N, …] for ``x`` [N, …]."""
-        return torch.from_numpy(next(iter(runtime.run(self.live, x.numpy()).values())))
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Return the first output [N, …] for the inputs, each [N, …]."""
+        names = [spec.name for spec in self.live.get_inputs()]
+        feeds = {name: x.numpy() for name, x in zip(names, inputs, strict=True)}
+        return torch.from_numpy(next(iter(runtime.run(self.live, feeds).values())))
 
 
 def layers_report(prepared: Prepared, lowered: Lowered, exported: ExportedModel) -> dict[str, Any]:

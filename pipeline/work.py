@@ -13,9 +13,10 @@ from ul2q.pipeline.accuracy import measure_accuracy
 from ul2q.pipeline.calibrate import BatchNormChoice
 from ul2q.pipeline.checkpoint import Checkpoint
 from ul2q.pipeline.config import QuantConfig
-from ul2q.pipeline.data import Dataset, DataSplits, batches
+from ul2q.pipeline.data import Dataset, DataSplits, input_batches, with_types, without_channel
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.finetune import EpochResult, Loss, default_loss
+from ul2q.pipeline.graph.inputs import input_types, takes_sequences
 from ul2q.pipeline.progress import Progress
 
 
@@ -76,15 +77,28 @@ class Work:
     def calibration(self) -> Iterator[tuple[Tensor, ...]]:
         """Yield the inputs of one pass over the calibration samples, shuffled by the seed."""
         left = self.config.samples or len(self.train)
-        for x, _ in batches(self.train, self.config.batch_size, seed=self.config.seed):
-            yield (x[:left],)
-            left -= len(x)
+        for inputs, _ in input_batches(self.train, self.config.batch_size, seed=self.config.seed):
+            yield tuple(x[:left] for x in inputs)
+            left -= len(inputs[0])
             if left <= 0:
                 return
 
     def example(self) -> list[Tensor]:
         """Return inputs of one or two samples."""
-        return [next(self.calibration())[0][:2]]
+        return [x[:2] for x in next(self.calibration())]
+
+    def settle_inputs(self) -> None:
+        """Give the inputs the form that the network takes: images or sequences, float32 or whole numbers."""
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        try:
+            plain = without_channel(self.data)
+            if plain is not None and takes_sequences(self.model, self.example()[0]):
+                self.data = plain
+            self.data = with_types(self.data, input_types(self.model, self.example()))
+        finally:
+            for module, mode in modes:
+                module.training = mode
 
     def score(self, module: nn.Module) -> float | None:
         """Return the validation score, or None without labelled validation data."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from ul2q import __version__
 from ul2q.pipeline import measure, mirror
 from ul2q.pipeline.checkpoint import save_checkpoint
-from ul2q.pipeline.data import Dataset, batches
+from ul2q.pipeline.data import Dataset, input_batches
 from ul2q.pipeline.graph.folding import float_state_dict
 from ul2q.pipeline.graph.lower import Lowered
 from ul2q.pipeline.report import render, schema
@@ -54,7 +54,7 @@ def write(compressed: CompressedModel, folder: Path, with_keras: bool) -> dict[s
         torch.save(float_state_dict(work.model, compressed.prepared), folder / "checkpoint.pt")
     with work.stage("verify"):
         inputs = _first_samples(work.data.test or work.train, _VERIFIED_SAMPLES)
-        parity, _ = verify(files.quantized, lowered, compressed.exported.code_tensors, [inputs])
+        parity, _ = verify(files.quantized, lowered, compressed.exported.code_tensors, inputs)
         work.progress.line(
             f"verified {parity.sites} activation sites on {parity.samples} samples: "
             f"{parity.differing_codes} differing codes"
@@ -86,7 +86,9 @@ def write(compressed: CompressedModel, folder: Path, with_keras: bool) -> dict[s
     return dict(report)
 
 
-def _write_keras(compressed: CompressedModel, folder: Path, inputs: Tensor) -> tuple[Any, dict[str, Any]]:
+def _write_keras(
+    compressed: CompressedModel, folder: Path, inputs: list[Tensor]
+) -> tuple[Any, dict[str, Any]]:
     """Write model.keras into ``folder`` and compare it.
 
     Returns:
@@ -94,7 +96,7 @@ def _write_keras(compressed: CompressedModel, folder: Path, inputs: Tensor) -> t
     """
     path, progress = folder / "model.keras", compressed._work.progress
     twin = mirror.write_mirror(folder / "model.onnx", path)
-    parity = mirror.mirror_parity(path, twin, compressed.lowered, inputs)
+    parity = mirror.mirror_parity(path, twin, compressed.lowered, inputs[0])
     progress.line(f"verified {parity.sites} sites in Keras: {parity.differing_codes} differing codes")
     return twin, parity.to_dict()
 
@@ -118,11 +120,11 @@ def _accuracies(work: Work, lowered: Lowered, files: measure.Files, twin: Any) -
     }
 
 
-def _first_samples(dataset: Dataset, count: int) -> Tensor:
+def _first_samples(dataset: Dataset, count: int) -> list[Tensor]:
     parts, left = [], count
-    for x, _ in batches(dataset, 250):
-        parts.append(x[:left])
-        left -= len(x)
+    for inputs, _ in input_batches(dataset, 250):
+        parts.append([x[:left] for x in inputs])
+        left -= len(inputs[0])
         if left <= 0:
             break
-    return torch.cat(parts)
+    return [torch.cat(x) for x in zip(*parts, strict=True)]

@@ -4,21 +4,28 @@ Samples stay as the source stores them (often uint8) until they are fetched: the
 W] as the model takes them. Memory grows with the source, never with the work done on it.
 """
 
-from ul2q.pipeline.data.batches import Pass, batches
-from ul2q.pipeline.data.datasets import ArrayDataset, Dataset, DataSplits, ImageDataset, MapDataset
+from ul2q.pipeline.data.batches import Pass, batches, input_batches
+from ul2q.pipeline.data.datasets import ArrayDataset, Dataset, DataSplits, ImageDataset, Inputs, MapDataset
 from ul2q.pipeline.data.load import load_data
 from ul2q.pipeline.data.preprocess import Preprocess
 from ul2q.pipeline.data.python import as_splits
+from ul2q.pipeline.data.several import InputsDataset, load_several, with_types, without_channel
 
 __all__ = [
     "ArrayDataset",
     "DataSplits",
     "Dataset",
     "ImageDataset",
+    "Inputs",
+    "InputsDataset",
     "MapDataset",
     "Pass",
     "Preprocess",
     "as_splits",
     "batches",
+    "input_batches",
     "load_data",
+    "load_several",
+    "with_types",
+    "without_channel",
 ]

@@ -25,20 +25,28 @@ def _unreadable(path: Path, kind: str, error: Exception) -> str:
     return f"{path} is damaged or no {kind} file ({error}): write it again"
 
 
+def npz_arrays(path: Path) -> dict[str, np.ndarray]:
+    """Return the arrays of ``path`` by name; none for a lone array, which has no name.
+
+    Raises:
+        UsageError: damaged, or holding pickled objects.
+    """
+    try:
+        # opened here, because np.load leaves a damaged archive's file open
+        with path.open("rb") as file:
+            archive = np.load(file, allow_pickle=False)
+            return {name: archive[name] for name in getattr(archive, "files", [])}
+    except _DAMAGED as error:
+        raise UsageError(_unreadable(path, ".npz", error)) from error
+
+
 def read_npz(path: Path) -> Source:
     """Return the arrays x and y of ``path``, or x_train, y_train, x_test, y_test (and x_val, y_val).
 
     Raises:
         UsageError: damaged, holding pickled objects, or without x.
     """
-    try:
-        # opened here, because np.load leaves a damaged archive's file open
-        with path.open("rb") as file:
-            archive = np.load(file, allow_pickle=False)
-            found = list(getattr(archive, "files", []))  # a lone array has no names
-            arrays = {name: archive[name] for name in found if name.split("_")[0] in {"x", "y"}}
-    except _DAMAGED as error:
-        raise UsageError(_unreadable(path, ".npz", error)) from error
+    arrays = npz_arrays(path)
 
     def part(suffix: str) -> Arrays | None:
         if f"x{suffix}" not in arrays:
@@ -47,7 +55,9 @@ def read_npz(path: Path) -> Source:
 
     train = part("_train") if part("") is None else part("")
     if train is None:
-        raise UsageError(f"{path} holds {', '.join(found) or 'nothing'}: name the samples x and the labels y")
+        raise UsageError(
+            f"{path} holds {', '.join(arrays) or 'nothing'}: name the samples x and the labels y"
+        )
     return Source(train, part("_val"), part("_test"))
 
 

@@ -9,7 +9,7 @@ import torch
 
 from ul2q.pipeline.data.augment import AUGMENTATIONS, COLUMNS
 from ul2q.pipeline.data.counter import permutation, uniforms
-from ul2q.pipeline.data.datasets import Batch, Dataset
+from ul2q.pipeline.data.datasets import Batch, Dataset, Inputs
 from ul2q.pipeline.errors import UsageError
 
 
@@ -48,13 +48,21 @@ class Pass:
         """Return the samples ``rows`` (int64 [N], part of ``order``) as this pass has them.
 
         Raises:
-            UsageError: a sample cannot be read, or holds NaN or Inf (named).
+            UsageError: a sample cannot be read, holds NaN or Inf (named), or has several inputs.
         """
-        x, y = self.dataset.fetch(rows)
-        _check_finite(x, rows, self.dataset)
-        if self._kind is not None:
-            x = AUGMENTATIONS[self._kind](x, self._numbers[rows])
+        (x, *others), y = self.fetch_inputs(rows)
+        if others:
+            raise UsageError(f"the data hold {1 + len(others)} inputs a sample: this needs a single one")
         return x, y
+
+    def fetch_inputs(self, rows: np.ndarray) -> tuple[Inputs, torch.Tensor | None]:
+        """Return every input of the samples ``rows``, and their labels; the first input is varied."""
+        inputs, y = self.dataset.fetch_inputs(rows)
+        for x in inputs:
+            _check_finite(x, rows, self.dataset)
+        if self._kind is not None:
+            inputs = (AUGMENTATIONS[self._kind](inputs[0], self._numbers[rows]), *inputs[1:])
+        return inputs, y
 
 
 def batches(
@@ -79,16 +87,48 @@ def batches(
     Yields:
         One batch after another.
     """
-    count = len(dataset)
     one = Pass(dataset, seed=seed, epoch=epoch, augment=augment)
+    for rows in _cut(one.order, batch_size, drop_last):
+        yield one.fetch(rows)
+
+
+def input_batches(
+    dataset: Dataset,
+    batch_size: int,
+    *,
+    seed: int | None = None,
+    epoch: int = 0,
+    augment: bool = False,
+    drop_last: bool = False,
+) -> Iterator[tuple[Inputs, torch.Tensor | None]]:
+    """Yield ``dataset`` as :func:`batches` does, with all inputs of a sample: ((x1, x2, …), y or None).
+
+    Args:
+        dataset: the samples.
+        batch_size: N; the last batch may be smaller.
+        seed: seed of order and augmentation; None keeps the order.
+        epoch: which pass over the data this is.
+        augment: vary the samples as ``dataset.augmentation`` says; needs a seed.
+        drop_last: leave out a last batch that is smaller, unless it is the only one.
+
+    Yields:
+        One batch after another.
+    """
+    one = Pass(dataset, seed=seed, epoch=epoch, augment=augment)
+    for rows in _cut(one.order, batch_size, drop_last):
+        yield one.fetch_inputs(rows)
+
+
+def _cut(order: np.ndarray, batch_size: int, drop_last: bool) -> Iterator[np.ndarray]:
+    count = len(order)
     end = count - count % batch_size if drop_last and count >= batch_size else count
     for start in range(0, end, batch_size):
-        yield one.fetch(one.order[start : min(start + batch_size, end)])
+        yield order[start : min(start + batch_size, end)]
 
 
 def _check_finite(x: torch.Tensor, rows: np.ndarray, dataset: Dataset) -> None:
     # the sum of squares is a cheap first look: it is finite unless a value is not (or is beyond 1e19)
-    if torch.isfinite(torch.linalg.vector_norm(x)):
+    if not x.is_floating_point() or torch.isfinite(torch.linalg.vector_norm(x)):
         return
     bad = (~torch.isfinite(x.flatten(1))).sum(1)
     if bad.any():

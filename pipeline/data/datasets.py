@@ -18,6 +18,8 @@ from ul2q.pipeline.errors import UsageError
 
 #: a batch: x float32 [N, C, H, W] (or [N, features]) and y int64 [N], None without labels
 Batch = tuple[torch.Tensor, torch.Tensor | None]
+#: every input of a network, each [N, …]
+Inputs = tuple[torch.Tensor, ...]
 
 
 class Dataset(ABC):
@@ -46,6 +48,11 @@ class Dataset(ABC):
         Raises:
             UsageError: a sample is unusable; the message names it.
         """
+
+    def fetch_inputs(self, rows: np.ndarray) -> tuple[Inputs, torch.Tensor | None]:
+        """Return every input of the samples ``rows`` (int64 [N]), and their labels."""
+        x, y = self.fetch(rows)
+        return (x,), y
 
     @abstractmethod
     def subset(self, rows: np.ndarray) -> Dataset:
@@ -92,6 +99,7 @@ class ArrayDataset(Dataset):
         preprocess: resolved preprocessing.
         where: the source, for messages.
         channels_last: layout of ``raw``.
+        channel_added: whether the source held [M, H, W] without a channel.
     """
 
     raw: np.ndarray
@@ -103,6 +111,7 @@ class ArrayDataset(Dataset):
     num_classes: int | None = None
     augmentation: str | None = None
     channels_last: bool = False
+    channel_added: bool = False
 
     def __len__(self) -> int:
         """Return the number of samples."""

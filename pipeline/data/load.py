@@ -223,7 +223,8 @@ def array_dataset(
         raise UsageError(f"{part.where}: samples have type {raw.dtype}: use numbers")
     if raw.ndim < 2:
         raise UsageError(f"{part.where}: an array of shape {list(raw.shape)} holds no samples of (C, H, W)")
-    if raw.ndim == 3 and (shape is None or len(shape) == 3):
+    channel_added = raw.ndim == 3 and (shape is None or len(shape) == 3)
+    if channel_added:
         raw = raw[:, None]
     last = channels_last(raw.shape[1:], shape)
     raw_shape = (raw.shape[3], *raw.shape[1:3]) if last else raw.shape[1:]
@@ -235,7 +236,9 @@ def array_dataset(
     out = preprocess.out_shape(raw_shape, part.where)
     _check_shape(out, shape, part.where)
     rows = np.arange(len(raw))
-    return ArrayDataset(raw, rows, preprocess, out, part.where, labels, classes, augmentation, last)
+    return ArrayDataset(
+        raw, rows, preprocess, out, part.where, labels, classes, augmentation, last, channel_added
+    )
 
 
 def channels_last(sample: tuple[int, ...], shape: tuple[int, ...] | None) -> bool:

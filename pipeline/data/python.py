@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from ul2q.pipeline.data.datasets import Batch, Dataset, DataSplits, MapDataset, check_labels, sample_of
 from ul2q.pipeline.data.load import array_dataset, load_data
 from ul2q.pipeline.data.preprocess import Preprocess
+from ul2q.pipeline.data.several import load_several, several_splits
 from ul2q.pipeline.data.sources import Arrays
 from ul2q.pipeline.data.split import split_rows
 from ul2q.pipeline.errors import UsageError
@@ -29,6 +30,7 @@ def as_splits(
     input_shape: Sequence[int] | None = None,
     num_classes: int | None = None,
     limit: int = LIMIT,
+    input_names: Sequence[str] = (),
 ) -> DataSplits:
     """Return ``data`` as splits.
 
@@ -42,6 +44,7 @@ def as_splits(
         input_shape: (C, H, W) or (features,) that the model takes; None takes the data as they are.
         num_classes: the model's number of classes, None if unknown.
         limit: samples after which an iterable is cut.
+        input_names: names of the model's inputs where it takes several: see ``several_splits``.
 
     Returns:
         The splits.
@@ -51,7 +54,12 @@ def as_splits(
     """
     if isinstance(data, DataSplits):
         return data
-    if isinstance(data, str | Path):
+    is_path = isinstance(data, str | Path)
+    if len(input_names) > 1:
+        if is_path:
+            return load_several(Path(data), input_names, input_shape=input_shape, num_classes=num_classes)
+        return several_splits(data, input_names, num_classes, limit)
+    if is_path:
         return load_data(data, input_shape=input_shape, classes=num_classes)
     shape = None if input_shape is None else tuple(input_shape)
     if isinstance(data, Mapping):

@@ -167,7 +167,6 @@ def broken_weights() -> nn.Module:
         (network, (X, Y + 2), "the labels go up to 4, the network has 3 outputs: count classes from 0"),
         (network, X[:0], "no samples"),
         (broken_weights, X, "weights that are not finite: 5.weight (1 NaN, 1 infinite of 288)"),
-        (lambda: network().half(), X, "Sequential does not run on inputs of float32"),
         (lambda: nn.Sequential(nn.Flatten(), nn.ReLU()), X, "nothing to quantise"),
         (Several, (X, Y), "accuracy needs one row of class scores a sample from the model"),
     ],

@@ -1,0 +1,75 @@
+"""The inputs that a network takes: their names, and the types that they must have."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+# What running a model on inputs of an unsuitable type raises.
+_REFUSALS = (RuntimeError, ValueError, TypeError, LookupError, AssertionError)
+_TYPES = (torch.float32, torch.int64, torch.bool)
+
+
+def input_names(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the inputs that ``model`` cannot do without; none if it takes any number."""
+    if isinstance(model, torch.jit.ScriptModule):
+        schema = model.forward.schema.arguments[1:]  # type: ignore[attr-defined]
+        return tuple(argument.name for argument in schema if not argument.has_default_value())
+    if (names := getattr(model, "input_names", None)) is not None:
+        return tuple(names)
+    parameters = inspect.signature(model.forward).parameters.values()
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(p.name for p in parameters if p.kind in positional and p.default is p.empty)
+
+
+def input_types(model: nn.Module, example: Sequence[Tensor]) -> tuple[torch.dtype, ...]:
+    """Return the types in which ``model`` takes its inputs.
+
+    Args:
+        model: a network in eval mode.
+        example: inputs in float32, one or two samples.
+
+    Returns:
+        float32 wherever the network runs on it; else int64 where the values are whole (token numbers, say),
+        or bool where they are 0 and 1; float32 if nothing runs.
+    """
+    choices = [_TYPES[: _kinds(x)] for x in example]
+    for types in itertools.islice(itertools.product(*choices), 3**4):
+        if outputs_of(model, [x.to(kind) for x, kind in zip(example, types, strict=True)]) is not None:
+            return types
+    return (torch.float32,) * len(example)
+
+
+def outputs_of(model: nn.Module, example: Sequence[Tensor]) -> list[Tensor] | None:
+    """Return the tensors that ``model`` gives for ``example``, or None if it does not take it."""
+    with torch.no_grad():
+        try:
+            leaves = pytree.tree_leaves(model(*example))
+        except _REFUSALS:
+            return None
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def takes_sequences(model: nn.Module, example: Tensor) -> bool:
+    """Return whether samples [N, 1, A, B] are rather sequences [N, A, B] for ``model``.
+
+    They are where it takes only those, or takes both and tells them apart; what is alike to it is an image.
+    """
+    image, sequence = outputs_of(model, [example]), outputs_of(model, [example[:, 0]])
+    if sequence is None or any(y.shape[:1] != example.shape[:1] for y in sequence):
+        return False
+    return image is None or not all(
+        a.shape == b.shape and torch.allclose(a, b) for a, b in zip(image, sequence, strict=True)
+    )
+
+
+def _kinds(x: Tensor) -> int:
+    """Return how many of the types can hold the values of ``x``."""
+    if ((x == 0) | (x == 1)).all():
+        return 3
+    return 2 if bool((x == x.round()).all()) else 1
