@@ -102,5 +102,7 @@ def test_wheel_and_sdist_hold_every_module(tmp_path: Path) -> None:
         if name[-3:] == ".py"
     }
     assert held == modules_of_the_checkout() | {"ul2q"}
-    assert {"ul2q/py.typed", "ul2q/pipeline/report/report.md.j2"} <= set(names)
+    templates = {path.name for path in (ROOT / "pipeline/report").iterdir() if path.suffix in {".j2", ".css"}}
+    assert "report.html.j2" in templates
+    assert {"ul2q/py.typed", *(f"ul2q/pipeline/report/{name}" for name in templates)} <= set(names)
     assert all(name.startswith(("ul2q/", "ul2q-")) for name in names)

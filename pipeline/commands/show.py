@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import tempfile
+import webbrowser
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ul2q import __version__
-from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.errors import JobError, UsageError
+from ul2q.pipeline.files import write_bytes
 from ul2q.pipeline.options import (
     Arch,
     ArchArgs,
@@ -25,6 +28,9 @@ from ul2q.pipeline.options import (
     read_text,
     start,
 )
+
+if TYPE_CHECKING:
+    from ul2q.pipeline.report.schema import Report
 
 
 def inspect(
@@ -51,26 +57,86 @@ def inspect(
 
 def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="What compress wrote.", show_default=False)],
+    other: Annotated[
+        Path | None, typer.Argument(metavar="[OTHER_DIR]", help="Compare it with this.", show_default=False)
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="Write the page here, not into DIR."),
+    ] = None,
+    open_page: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Show a report again."""
+    """Show a report and write its pages again, or compare two."""
     start(quiet, debug)
-    from ul2q.pipeline.report.render import markdown as to_markdown
+    page: Path | None
+    if other is not None:
+        if markdown:
+            raise UsageError("--markdown shows one report: leave out OTHER_DIR, or take --json")
+        page = _compare(folder, other, output, as_json, open_page)
+    else:
+        page = _show(folder, output, markdown, as_json)
+    if open_page and page is not None and not webbrowser.open(page.absolute().as_uri()):
+        raise JobError(f"no browser could be started: open {page} yourself")
+
+
+def _read_report(folder: Path) -> Report:
+    """Return the report in ``folder``."""
     from ul2q.pipeline.report.schema import complete
 
     path = folder / "report.json"
     values = json_object(read_text(path, "a folder that compress wrote"), str(path))
     try:
-        checked = complete(values)
+        return complete(values)
     except UsageError as error:
         raise UsageError(f"{path} was not written by this version: {error}") from error
+
+
+def _show(folder: Path, output: Path | None, markdown: bool, as_json: bool) -> Path:
+    """Write the pages of one report and print it.
+
+    Returns:
+        The HTML page.
+    """
+    from ul2q.pipeline.report.page import html
+    from ul2q.pipeline.report.render import markdown as to_markdown
+
+    checked = _read_report(folder)
+    page = output or folder / "report.html"
+    write_bytes(page, html(checked).encode())
+    if output is None:
+        write_bytes(folder / "report.md", to_markdown(checked).encode())
     if markdown:
         typer.echo(to_markdown(checked), nl=False)
     else:
         print_report(dict(checked), as_json)
+    return page
+
+
+def _compare(folder: Path, other: Path, output: Path | None, as_json: bool, open_page: bool) -> Path | None:
+    """Print two reports beside each other, and write a page if it is wanted.
+
+    Returns:
+        The page.
+    """
+    from ul2q.pipeline.report.compare import Comparison, tables
+    from ul2q.pipeline.report.page import comparison_html
+
+    short = folder.resolve().name, other.resolve().name
+    names = short if short[0] != short[1] else (str(folder), str(other))
+    comparison = Comparison(names, (_read_report(folder), _read_report(other)))
+    if output is None and open_page:
+        output = Path(tempfile.mkdtemp(prefix="ul2q-")) / "compare.html"
+    if output is not None:
+        write_bytes(output, comparison_html(comparison).encode())
+    if as_json:
+        print_json(comparison.to_dict())
+    else:
+        tables(comparison, console())
+    return output
 
 
 def doctor(as_json: Json = False, quiet: Quiet = False, debug: Debug = False) -> None:

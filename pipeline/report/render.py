@@ -17,20 +17,8 @@ from ul2q.pipeline.report.schema import Report
 _TEMPLATE = Path(__file__).with_name("report.md.j2")
 
 
-def title(report: Report) -> str:
-    """Name the widths of a report.
-
-    Returns:
-        For example ``2-bit weights, 8-bit activations``.
-    """
-    config = report["config"]
-    wbits, abits = config.get("wbits"), config.get("abits")
-    activations = "float activations" if abits == 32 else f"{abits}-bit activations"
-    return f"{wbits}-bit weights, {activations}" if wbits else "compression report"
-
-
 def _cell(value: object) -> str:
-    return " ".join(str(value).split()).replace("|", "\\|")
+    return " ".join(str(value).split()).replace("|", "\\|").replace("<", "&lt;")
 
 
 def markdown(report: Report) -> str:
@@ -45,8 +33,10 @@ def markdown(report: Report) -> str:
     environment.filters["cell"] = _cell
     return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
         report=report,
-        title=title(report),
+        title=text.title(report),
+        headlines=text.headlines(report),
         summary=text.summary(report),
+        left=[layer for layer in report["layers"] if layer["reason"]],
         operators=text.operators(report),
         header=text.LAYER_HEADER,
         layers=[text.layer_cells(layer) for layer in report["layers"]],
@@ -56,7 +46,7 @@ def markdown(report: Report) -> str:
 
 def tables(report: Report, console: Console) -> None:
     """Print ``report`` on ``console``: the summary, one row a layer, the warnings."""
-    console.print(Text(f"{report['model']['arch'] or 'model'}: {title(report)}"), soft_wrap=True)
+    console.print(Text(f"{report['model']['arch'] or 'model'}: {text.title(report)}"), soft_wrap=True)
     if rows := text.summary(report):
         table = Table(box=box.SIMPLE_HEAD)
         for name in ("", "float", "quantised", ""):

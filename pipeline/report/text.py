@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 from ul2q.pipeline.report.schema import Layer, Report
@@ -18,6 +19,27 @@ class Row:
     before: str = NONE
     after: str = NONE
     note: str = ""
+
+
+@dataclass(frozen=True)
+class Headline:
+    """One of the three numbers that come first: a label, its value or a dash, and what it is made of."""
+
+    label: str
+    value: str
+    note: str
+
+
+def title(report: Report) -> str:
+    """Name the widths of a report.
+
+    Returns:
+        For example ``2-bit weights, 8-bit activations``.
+    """
+    config = report["config"]
+    wbits, abits = config.get("wbits"), config.get("abits")
+    activations = "float activations" if abits == 32 else f"{abits}-bit activations"
+    return f"{wbits}-bit weights, {activations}" if wbits else "compression report"
 
 
 def size(count: int | None) -> str:
@@ -67,6 +89,17 @@ def scale(value: float | list[float] | None) -> str:
     return f"{value:.4g}"
 
 
+def shown(value: object) -> str:
+    """Write a value of the configuration.
+
+    Returns:
+        Text as it is, a dash for nothing, and JSON for the rest.
+    """
+    if value is None or value == []:
+        return NONE
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
 def layer_cells(layer: Layer) -> tuple[str, ...]:
     """Write one layer in the columns of ``LAYER_HEADER``.
 
@@ -89,6 +122,50 @@ def layer_cells(layer: Layer) -> tuple[str, ...]:
     )
 
 
+def accuracy_after(report: Report) -> float | None:
+    """Return the accuracy of the quantised model: in ONNX Runtime if that was measured, else in torch."""
+    accuracy = report["accuracy"]
+    return accuracy["quantized"] if accuracy["onnxruntime"] is None else accuracy["onnxruntime"]
+
+
+def headlines(report: Report) -> list[Headline]:
+    """Write accuracy drop, compression and speed-up.
+
+    Returns:
+        The three; a dash with the reason stands for what was not measured.
+    """
+    return [_drop(report), _compression(report), _speed_up(report)]
+
+
+def _drop(report: Report) -> Headline:
+    accuracy = report["accuracy"]
+    before, after = accuracy["float"], accuracy_after(report)
+    if before is None or after is None:
+        return Headline("accuracy drop", NONE, "not measured: no labelled test samples")
+    points = 100 * (before - after)
+    samples = "" if accuracy["samples"] is None else f", {accuracy['samples']:,} test samples"
+    note = f"{accuracy['metric'] or 'accuracy'} {percent(before)} → {percent(after)}{samples}"
+    return Headline("accuracy drop", f"{round(points, 2) + 0.0:.2f} points", note)
+
+
+def _compression(report: Report) -> Headline:
+    files = report["size"]
+    if files["ratio"] is None:
+        return Headline("compression", NONE, "not measured: no files were written")
+    note = f"{size(files['float_onnx_bytes'])} → {size(files['onnx_bytes'])}"
+    return Headline("compression", f"{files['ratio']:.1f}×", note)
+
+
+def _speed_up(report: Report) -> Headline:
+    latency = report["latency_ms"]
+    if not latency["ratio"]:
+        return Headline("speed-up", NONE, "not measured: the files were not timed")
+    threads = latency["threads"]
+    on = "" if threads is None else f", {threads} thread{'s' * (threads != 1)}"
+    note = f"{milliseconds(latency['float'])} → {milliseconds(latency['quantized'])} a sample{on}"
+    return Headline("speed-up", f"{1 / latency['ratio']:.2f}×", note)
+
+
 def summary(report: Report) -> list[Row]:
     """Write what the compression cost and gained, one row a quantity; rows of nothing measured are left out.
 
@@ -97,7 +174,7 @@ def summary(report: Report) -> list[Row]:
     """
     rows = [*_accuracy_rows(report), _file_row(report), _latency_row(report), _memory_row(report)]
     rows += [Row(name, f"{m['float']}", f"{m['quantized']}") for name, m in report["metrics"].items()]
-    rows += _parity_rows(report)
+    rows += parities(report)
     return [row for row in rows if row.note or (row.before, row.after) != (NONE, NONE)]
 
 
@@ -141,7 +218,12 @@ def _memory_row(report: Report) -> Row:
     return Row("peak memory", before or NONE, after or NONE)
 
 
-def _parity_rows(report: Report) -> list[Row]:
+def parities(report: Report) -> list[Row]:
+    """Write how far each runtime is from the lowered torch model, in the notes of rows.
+
+    Returns:
+        A row for each runtime that was compared.
+    """
     rows = []
     for name, parity in (
         ("ONNX Runtime", report["parity"]["onnxruntime"]),

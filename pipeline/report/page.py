@@ -1,0 +1,119 @@
+"""A report as one HTML page: no scripts, nothing loaded from anywhere, the same bytes for the same report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from ul2q.pipeline.report import compare, pictures, text
+from ul2q.pipeline.report.compare import Comparison
+from ul2q.pipeline.report.schema import Report
+
+_SECTIONS = (
+    ("accuracy", "Accuracy"),
+    ("weights", "Weights"),
+    ("size", "Size"),
+    ("activations", "Activations"),
+    ("memory", "Memory"),
+    ("layers", "Layers"),
+    ("configuration", "Configuration"),
+)
+
+
+def render(template: str, **values: Any) -> str:
+    """Fill in a template of this folder; everything is escaped.
+
+    Returns:
+        The page.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template(template).render(**values)
+
+
+def html(report: Report) -> str:
+    """Write ``report`` as a page.
+
+    Returns:
+        The text of report.html.
+    """
+    histograms = pictures.histograms(report)
+    return render(
+        "report.html.j2",
+        report=report,
+        name=report["model"]["arch"] or "Model",
+        title=text.title(report),
+        sections=_SECTIONS,
+        headlines=text.headlines(report),
+        accuracy=pictures.accuracy(report),
+        parities=[(row.label, row.note) for row in text.parities(report)],
+        metrics=_metrics(report),
+        loss=pictures.loss(report),
+        sqnr=pictures.sqnr(report),
+        histograms=histograms,
+        bands=any(drawn.band for drawn in histograms),
+        sizes=pictures.sizes(report),
+        activations=pictures.activations(report),
+        live=pictures.live_memory(report),
+        steps=[(step["name"], f"{step['bytes']:,}") for step in report["memory"]["live"]],
+        memory=_memory(report),
+        left=[(layer["name"], layer["op"], layer["reason"]) for layer in report["layers"] if layer["reason"]],
+        layer_header=text.LAYER_HEADER,
+        layers=[text.layer_cells(layer) for layer in report["layers"]],
+        operators=text.operators(report),
+        config=[(key, text.shown(value)) for key, value in report["config"].items()],
+        seconds=[(stage, f"{seconds:.1f}") for stage, seconds in report["seconds"].items()],
+    )
+
+
+def comparison_html(comparison: Comparison) -> str:
+    """Write a comparison as a page.
+
+    Returns:
+        HTML.
+    """
+    first, second = comparison.reports
+    return render(
+        "compare.html.j2",
+        names=comparison.names,
+        titles=[
+            f"{report['model']['arch'] or 'Model'}: {text.title(report)}" for report in comparison.reports
+        ],
+        numbers=comparison.number_rows(),
+        charts=pictures.runs(comparison.names, first, second),
+        options=[(key, *map(text.shown, pair)) for key, pair in comparison.options().items()],
+        layer_header=compare.LAYER_HEADER,
+        layers=comparison.layer_rows(),
+        layer_charts=pictures.layers_of_runs(comparison.layers()),
+        version=second["ul2q"],
+    )
+
+
+def _metrics(report: Report) -> list[tuple[str, ...]]:
+    return [
+        (name, *(text.NONE if found is None else f"{found:.4g}" for found in (m["float"], m["quantized"])))
+        for name, m in report["metrics"].items()
+    ]
+
+
+def _memory(report: Report) -> list[tuple[str, ...]]:
+    """Return the rows (label, float, quantised) of what is known of the memory."""
+    memory = report["memory"]
+    paper, process = memory["paper"], memory["measured_peak_rss_bytes"]
+    rows = (
+        ("planned: weights and live activations", None, memory["planned_peak_bytes"]),
+        ("measured: a process that loads and runs the file", process["float"], process["quantized"]),
+        ("counted as in the paper: running", paper["float_runtime_bytes"], paper["runtime_bytes"]),
+    )
+    return [
+        (label, *(text.size(None if value is None else int(value)) for value in values))
+        for label, *values in rows
+        if any(value is not None for value in values)
+    ]
