@@ -16,7 +16,7 @@ import typer
 
 from ul2q import __version__
 from ul2q.pipeline import options
-from ul2q.pipeline.commands import compress, show, study, train, use
+from ul2q.pipeline.commands import compress, estimate, show, study, train, use
 from ul2q.pipeline.errors import JobError, UsageError
 
 DONE, FAILED, UNUSABLE, INTERRUPTED = 0, 1, 2, 130
@@ -29,7 +29,7 @@ app = typer.Typer(
 )
 for _command in (
     train.train, compress.compress, compress.export, use.evaluate, use.run, use.bench, show.inspect,
-    show.report, compress.demo, show.doctor, study.study,
+    estimate.estimate, show.report, compress.demo, show.doctor, study.study,
 ):  # fmt: skip
     app.command()(_command)
 

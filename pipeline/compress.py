@@ -297,6 +297,7 @@ def _plan(work: Work) -> dict[str, Any]:
         "seed": work.config.seed,
         "seconds": {},
         "layers": measure.planned_layers(prepared),
+        **measure.counted(prepared),
         "warnings": list(captured.notes),
     }
     return dict(schema.complete(values))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ul2q.exporters.onnx import ExportedModel
+from ul2q.pipeline import accounting
 from ul2q.pipeline.graph.folding import master_weight
 from ul2q.pipeline.graph.layers import LoweredWeight
 from ul2q.pipeline.graph.lower import Lowered
@@ -75,6 +76,7 @@ def _planned(plan: LayerPlan, prepared: Prepared) -> dict[str, Any]:
         "op": plan.op,
         "parameters": plan.parameters,
         "outputs": plan.outputs,
+        "multiply_adds": plan.multiply_adds,
         "wbits": config.wbits if plan.quantized else None,
         "abits": config.abits if plan.quantized and plan.reason is None else 32,
         "granularity": config.granularity if plan.quantized else None,
@@ -140,6 +142,24 @@ def sizes(files: Files) -> dict[str, Any]:
     return {
         "float_onnx_bytes": files.float.stat().st_size,
         "onnx_bytes": files.quantized.stat().st_size,
+    }
+
+
+def counted(prepared: Prepared) -> dict[str, Any]:
+    """Return the fields ``memory`` and ``operations`` as far as counting goes."""
+    wbits, abits = prepared.config.wbits, prepared.config.abits
+    parameters, activations = accounting.paper_totals(prepared.layers)
+    paper = asdict(accounting.paper_count(parameters, activations, wbits, abits))
+    del paper["float_storage_bytes"]
+    live = accounting.live_memory(prepared, wbits, abits)
+    return {
+        "memory": {
+            "paper": paper,
+            "planned_peak_bytes": accounting.peak(live),
+            "float_planned_peak_bytes": accounting.peak(accounting.live_memory(prepared, 32, 32)),
+            "live": [asdict(entry) for entry in live],
+        },
+        "operations": asdict(accounting.operations(prepared.layers, wbits, abits)),
     }
 
 

@@ -15,7 +15,7 @@ from ul2q.pipeline.checkpoint import save_checkpoint
 from ul2q.pipeline.data import Dataset, input_batches
 from ul2q.pipeline.graph.folding import float_state_dict
 from ul2q.pipeline.graph.lower import Lowered
-from ul2q.pipeline.report import render, schema
+from ul2q.pipeline.report import page, render, schema
 from ul2q.pipeline.verify import verify
 from ul2q.pipeline.work import Work
 
@@ -61,6 +61,7 @@ def write(compressed: CompressedModel, folder: Path, with_keras: bool) -> dict[s
         )
         twin, keras_parity = _write_keras(compressed, folder, inputs) if with_keras else (None, None)
     with work.stage("report"):
+        counted = measure.counted(compressed.prepared)
         values = {
             "ul2q": __version__,
             "model": {
@@ -73,7 +74,8 @@ def write(compressed: CompressedModel, folder: Path, with_keras: bool) -> dict[s
             "seed": compressed.config.seed,
             **compressed.report,
             "size": measure.sizes(files) | _keras_size(folder),
-            "memory": measure.memory(files),
+            **counted,
+            "memory": counted["memory"] | measure.memory(files),
             "accuracy": _accuracies(work, lowered, files, twin),
             "parity": {"onnxruntime": parity.to_dict(), "keras": keras_parity},
             "latency_ms": measure.latency(files),
@@ -83,6 +85,7 @@ def write(compressed: CompressedModel, folder: Path, with_keras: bool) -> dict[s
     report = schema.complete(values)
     (folder / "report.json").write_text(schema.to_json(report), encoding="utf-8")
     (folder / "report.md").write_text(render.markdown(report), encoding="utf-8")
+    (folder / "report.html").write_text(page.html(report), encoding="utf-8")
     return dict(report)
 
 

@@ -51,6 +51,7 @@ class LayerPlan:
         outputs: output elements for one sample, summed over the calls of the layer.
         quantized: whether its weight is quantised.
         reason: why it is not, or why it runs in float all the same; None when it runs on integers.
+        multiply_adds: of a convolution or linear layer for one sample, over all its calls; None for others.
     """
 
     name: str
@@ -59,6 +60,12 @@ class LayerPlan:
     outputs: int
     quantized: bool
     reason: str | None = None
+    multiply_adds: int | None = None
+
+    @property
+    def on_integers(self) -> bool:
+        """Whether integer kernels run it."""
+        return self.quantized and self.reason is None
 
 
 @dataclass(frozen=True)
@@ -191,12 +198,14 @@ class _Preparation:
         if not isinstance(module, operators.WEIGHTED_LAYERS):
             reason = f"{op} stands behind no quantised layer that could absorb it"
             return LayerPlan(name, op, count, outputs, False, reason)
+        transposed = isinstance(module, operators.WEIGHT_ONLY_LAYERS)
+        # An output of a layer sums over weight[o]; an input of a transposed one is spread over weight[i].
+        moved = sum(_elements_per_sample(operators.input_nodes(node)[0]) for node in nodes)
+        adds = (moved if transposed else outputs) * int(module.weight[0].numel())
         if name in self.excluded:
-            return LayerPlan(name, op, count, outputs, False, "excluded by --exclude")
-        reason = ""
-        if isinstance(module, operators.WEIGHT_ONLY_LAYERS):
-            reason = "quantised weights, float arithmetic: transposed convolution has no integer kernel"
-        return LayerPlan(name, op, count, outputs, True, reason or None)
+            return LayerPlan(name, op, count, outputs, False, "excluded by --exclude", adds)
+        reason = "quantised weights, float arithmetic: transposed convolution has no integer kernel"
+        return LayerPlan(name, op, count, outputs, True, reason if transposed else None, adds)
 
     # Activations
 

@@ -45,6 +45,7 @@ class Layer(TypedDict):
     op: str
     parameters: int
     outputs: int | None  # numbers that the layer puts out for one sample
+    multiply_adds: int | None  # for one sample; of convolutions and linear layers
     wbits: int | None
     abits: int | None
     granularity: str | None
@@ -93,6 +94,14 @@ class PaperMemory(TypedDict):
     float_runtime_bytes: int | None
 
 
+class Operations(TypedDict):
+    """Arithmetic of convolutions and linear layers for one sample; bits: times both widths."""
+
+    multiply_adds: int | None
+    bit_operations: int | None
+    float_bit_operations: int | None
+
+
 class FloatAndQuantized(TypedDict):
     """A quantity of the float and of the quantised model."""
 
@@ -112,6 +121,7 @@ class Memory(TypedDict):
 
     paper: PaperMemory
     planned_peak_bytes: int | None
+    float_planned_peak_bytes: int | None
     live: list[LiveBytes]  # in execution order
     measured_peak_rss_bytes: FloatAndQuantized
 
@@ -165,6 +175,7 @@ class Report(TypedDict):
     activations: list[Activation]
     size: Size
     memory: Memory
+    operations: Operations
     accuracy: Accuracy
     metrics: dict[str, FloatAndQuantized]
     parity: Parities
