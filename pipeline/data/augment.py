@@ -64,12 +64,23 @@ def shift_flip(x: torch.Tensor, numbers: np.ndarray) -> torch.Tensor:
         x: float32 [N, C, H, W].
         numbers: uniform in [0, 1), [N, COLUMNS].
     """
+    return shift(flip(x, numbers), numbers)
+
+
+def flip(x: torch.Tensor, numbers: np.ndarray) -> torch.Tensor:
+    """Return each image mirrored left to right half the time: for photographs with masks.
+
+    Args:
+        x: float32 [N, C, H, W].
+        numbers: uniform in [0, 1), [N, COLUMNS].
+    """
     mirrored = torch.from_numpy(numbers[:, 2] < 0.5)[:, None, None, None]
-    return shift(torch.where(mirrored, x.flip(3), x), numbers)
+    return torch.where(mirrored, x.flip(3), x)
 
 
 AUGMENTATIONS: dict[str, Callable[[torch.Tensor, np.ndarray], torch.Tensor]] = {
     "affine": affine,
+    "flip": flip,
     "shift": shift,
     "shift_flip": shift_flip,
 }

