@@ -19,7 +19,7 @@ from ul2q.pipeline.report.schema import Activation, Layer, LiveBytes, Report, We
 
 Value = float | None
 
-_DRAWN_LEVELS: Final = 32
+_DRAWN_LEVELS: Final = 16
 """More levels than this are drawn as the range that they span."""
 
 FRAMEWORKS: Final = {
