@@ -79,6 +79,8 @@ def report(
         page = _compare(folder, other, output, as_json, open_page)
     else:
         page = _show(folder, output, markdown, as_json)
+    if page is not None and not (markdown or as_json):
+        typer.echo(f"written: {page}")
     if open_page and page is not None and not webbrowser.open(page.absolute().as_uri()):
         raise JobError(f"no browser could be started: open {page} yourself")
 
