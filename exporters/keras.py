@@ -13,6 +13,7 @@ from typing import Any
 import keras
 
 from ul2q import __version__
+from ul2q.pipeline.archives import DAMAGED_ZIP, check_expansion
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.files import write_bytes
 
@@ -78,14 +79,17 @@ def keras_metadata(path: Path) -> dict[str, Any]:
     """Return what `save_keras` noted in a file; empty for a file that Keras itself wrote.
 
     Raises:
-        UsageError: the file is missing, damaged, or no .keras file.
+        UsageError: the file is missing, damaged, larger than it looks, or no .keras file.
     """
     try:
         with zipfile.ZipFile(path) as archive:
+            check_expansion(archive, path)
             document = json.loads(archive.read(_METADATA))
     except FileNotFoundError as error:
         raise UsageError(f"{path} does not exist: give a .keras file") from error
-    except (zipfile.BadZipFile, KeyError, json.JSONDecodeError, IsADirectoryError) as error:
+    except UsageError:
+        raise
+    except (*DAMAGED_ZIP, OSError) as error:
         raise UsageError(f"{path} is no .keras file, or it is damaged: save the model again") from error
-    found = document.get("ul2q", {})
+    found = document.get("ul2q", {}) if isinstance(document, dict) else {}
     return found if isinstance(found, dict) else {}

@@ -35,7 +35,10 @@ FORMAT = "ul2q.model/1"
 _SAFE_WAY = "save model.state_dict() or safetensors and name the network with --arch"
 _TRUST = "or give --trust-pickle if you trust where the file comes from"
 #: what reading a cut or altered file raises somewhere inside torch and pickle
-_DAMAGED = (RuntimeError, EOFError, struct.error, ValueError, LookupError, AttributeError, TypeError, OSError)
+_DAMAGED = (
+    RuntimeError, EOFError, struct.error, ValueError, LookupError, AttributeError, TypeError, OSError,
+    AssertionError, ArithmeticError, MemoryError,
+)  # fmt: skip
 #: harmless objects that training scripts leave beside the weights, beyond those that torch allows by itself
 _HARMLESS: list[Any] = [
     argparse.Namespace,

@@ -6,6 +6,7 @@ import io
 import json
 from collections.abc import Callable
 from pathlib import Path
+from tokenize import TokenError
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,7 +41,7 @@ def recorded_preprocess(model: Path) -> dict[str, Any]:
     text = runtime.metadata(model).get("ul2q.preprocess", "{}")
     try:
         recorded = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # the text may be any bytes
         raise UsageError(
             f"{model}: its metadata ul2q.preprocess is not JSON: compress the model again"
         ) from error
@@ -154,16 +155,24 @@ def run_file(model: Path, inputs: Path, *, low_memory: bool = False) -> Array:
 def _read_inputs(inputs: Path, model: Path, shape: tuple[int, ...] | None) -> Array:
     if not inputs.exists():
         raise UsageError(f"{inputs} does not exist: give a .npy file, an image or a folder of images")
-    raw = None
-    if inputs.suffix == ".npy":
-        try:
-            raw = np.load(inputs, allow_pickle=False)
-        except (ValueError, EOFError) as error:
-            raise UsageError(
-                f"{inputs} is no .npy array of numbers, or it is truncated: save it again"
-            ) from error
-        if raw.dtype != np.uint8:
-            return np.asarray(raw)
+def read_array(path: Path) -> Array:
+    """Read a .npy file, mapped: what it announces is compared with its size before anything is allocated.
+
+    Returns:
+        The array.
+
+    Raises:
+        UsageError: it is no array of numbers, or truncated.
+    """
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError, OSError, OverflowError, SyntaxError, TokenError, RecursionError) as error:
+        raise UsageError(f"{path} is no .npy array of numbers, or it is truncated: save it again") from error
+
+
+    raw = read_array(inputs) if inputs.suffix == ".npy" else None
+    if raw is not None and raw.dtype != np.uint8:
+        return np.asarray(raw)
     from ul2q.pipeline.data import ImageDataset, Preprocess
     from ul2q.pipeline.data.images import SUFFIXES
     from ul2q.pipeline.data.load import array_dataset

@@ -7,6 +7,12 @@ import zipfile
 from enum import Enum
 from pathlib import Path
 
+from ul2q.pipeline.archives import DAMAGED_ZIP, check_expansion
+from ul2q.pipeline.errors import UsageError
+
+#: what safetensors itself allows
+_LONGEST_HEADER = 100_000_000
+
 
 class Kind(Enum):
     """Kinds of files that people pass as a model; the value is how a message calls it."""
@@ -33,6 +39,7 @@ def sniff(path: Path) -> Kind:
 
     Raises:
         OSError: the file cannot be read.
+        UsageError: it is an archive that would fill the memory.
     """
     with path.open("rb") as file:
         head = file.read(4096)
@@ -53,8 +60,11 @@ def sniff(path: Path) -> Kind:
 def _zip_kind(path: Path) -> Kind:
     try:
         with zipfile.ZipFile(path) as archive:
+            check_expansion(archive, path)
             names = archive.namelist()
-    except zipfile.BadZipFile:
+    except UsageError:
+        raise
+    except (*DAMAGED_ZIP, OSError):  # the file itself was read before
         return Kind.DAMAGED_ZIP
     inner = {name.split("/", 1)[-1] for name in names}
     if any(name.startswith("data/aotinductor") or name.endswith((".so", ".cpp")) for name in inner):
@@ -71,13 +81,13 @@ def _zip_kind(path: Path) -> Kind:
 
 def _is_safetensors(path: Path, head: bytes) -> bool:
     length = int.from_bytes(head[:8], "little")
-    if head[8:9] != b"{" or not 2 <= length <= path.stat().st_size - 8:
+    if head[8:9] != b"{" or not 2 <= length <= min(path.stat().st_size - 8, _LONGEST_HEADER):
         return False
     with path.open("rb") as file:
         file.seek(8)
         try:
             return isinstance(json.loads(file.read(length)), dict)
-        except ValueError:
+        except (ValueError, RecursionError):
             return False
 
 

@@ -27,7 +27,7 @@ from ul2q.runtimes.inputs import Array, checked_feeds, example_input
 
 Model = Path | str | bytes | onnx.ModelProto
 
-_ERROR_SEVERITY = 3
+_FATAL = 4  # the runtime prints nothing less: what it refuses, it raises
 _LOAD_ERRORS = (
     state.Fail,
     state.InvalidArgument,
@@ -37,7 +37,9 @@ _LOAD_ERRORS = (
     state.NotImplemented,
     state.RuntimeException,
 )
-_RUN_ERRORS = (state.Fail, state.InvalidArgument, state.NotImplemented, state.RuntimeException)
+_RUN_ERRORS = (
+    state.Fail, state.InvalidArgument, state.NotImplemented, state.RuntimeException, UnicodeDecodeError,
+)  # fmt: skip
 
 
 def _first_line(error: BaseException) -> str:
@@ -126,7 +128,7 @@ def session(
         UsageError: the file is missing, not ONNX, or truncated, or this ONNX Runtime cannot load it.
     """
     options = ort.SessionOptions()
-    options.log_severity_level = _ERROR_SEVERITY
+    options.log_severity_level = _FATAL
     if kernels_saturate():  # then weights beyond +-64 need the exact kernels, which are slower elsewhere
         options.add_session_config_entry("session.x64quantprecision", "1")
     if threads is not None:
@@ -145,13 +147,17 @@ def session(
         _readable_file(Path(model))
         name, source = str(model), str(model)
     try:
-        return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
-    except state.InvalidProtobuf as error:
+        # its fallback would print, and try the same once more
+        live = ort.InferenceSession(source, options, providers=["CPUExecutionProvider"], enable_fallback=0)
+        for value in (*live.get_inputs(), *live.get_outputs()):
+            _ = value.name  # which may be any bytes in a damaged file
+    except (state.InvalidProtobuf, UnicodeDecodeError) as error:  # the runtime's message quotes any bytes
         raise UsageError(f"{name} is not an ONNX file, or it is truncated: export it again") from error
     except _LOAD_ERRORS as error:
         raise UsageError(
             f"ONNX Runtime {ort.__version__} cannot load {name}: {_first_line(error)}"
         ) from error
+    return live
 
 
 def run(

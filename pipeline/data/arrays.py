@@ -5,37 +5,49 @@ from __future__ import annotations
 import gzip
 import math
 import pickle
+import tokenize
 import zipfile
-import zlib
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
+from ul2q.pipeline.archives import DAMAGED_ZIP, check_expansion
 from ul2q.pipeline.data.preprocess import Preprocess
 from ul2q.pipeline.data.sources import Arrays, Source
 from ul2q.pipeline.errors import UsageError
 
-_DAMAGED = (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error)
+_DAMAGED = (
+    *DAMAGED_ZIP, OSError, OverflowError, MemoryError, SyntaxError, SystemError, TypeError, AttributeError,
+    tokenize.TokenError, pickle.UnpicklingError,
+)  # fmt: skip
+
+#: no deflated byte stands for more bytes than this (zlib's technical details)
+_DEFLATE = 1032
 
 
 def _unreadable(path: Path, kind: str, error: Exception) -> str:
     if "allow_pickle" in str(error) or "Object arrays" in str(error):
         return f"{path} holds pickled objects, which could run code: save numeric arrays only"
-    return f"{path} is damaged or no {kind} file ({error}): write it again"
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return f"{path} is damaged or no {kind} file ({reason}): write it again"
 
 
 def npz_arrays(path: Path) -> dict[str, np.ndarray]:
-    """Return the arrays of ``path`` by name; none for a lone array, which has no name.
+    """Return the arrays of ``path`` by name.
 
     Raises:
-        UsageError: damaged, or holding pickled objects.
+        UsageError: damaged, larger than it looks, or holding pickled objects.
     """
     try:
-        # opened here, because np.load leaves a damaged archive's file open
-        with path.open("rb") as file:
-            archive = np.load(file, allow_pickle=False)
-            return {name: archive[name] for name in getattr(archive, "files", [])}
+        with zipfile.ZipFile(path) as archive:
+            check_expansion(archive, path)
+            return {
+                member.filename.removesuffix(".npy"): _member(archive, member)
+                for member in archive.infolist()
+            }
+    except UsageError:
+        raise
     except _DAMAGED as error:
         raise UsageError(_unreadable(path, ".npz", error)) from error
 
@@ -55,10 +67,31 @@ def read_npz(path: Path) -> Source:
 
     train = part("_train") if part("") is None else part("")
     if train is None:
-        raise UsageError(
-            f"{path} holds {', '.join(arrays) or 'nothing'}: name the samples x and the labels y"
-        )
+        found = ", ".join(arrays) or "nothing"
+        raise UsageError(f"{path} holds {found}: name the samples x and the labels y")
     return Source(train, part("_val"), part("_test"))
+
+
+def _member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
+    """Return an array of an archive; memory is taken only for values that are there.
+
+    Raises:
+        ValueError: it is no array of numbers, or announces more values than it holds.
+    """
+    with archive.open(member) as file:
+        version = np.lib.format.read_magic(file)
+        if version not in {(1, 0), (2, 0)}:  # 3.0 is for records with names beyond Latin-1
+            raise ValueError(f"{member.filename} holds no plain numbers")
+        header = np.lib.format.read_array_header_1_0 if version == (1, 0) else _read_header_2
+        shape, _, dtype = header(file)
+    if not dtype.hasobject and math.prod(shape) * dtype.itemsize > member.file_size:
+        raise ValueError(f"{member.filename} announces an array of shape {list(shape)} that it does not hold")
+    with archive.open(member) as file:
+        return np.lib.format.read_array(file, allow_pickle=False)
+
+
+def _read_header_2(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
+    return np.lib.format.read_array_header_2_0(file)
 
 
 def read_npy(path: Path) -> Source:
@@ -81,18 +114,25 @@ def _idx(path: Path, dims: int) -> np.ndarray:
         UsageError: damaged, of another type or number of dimensions, or shorter than its header says.
     """
     opener: Any = gzip.open if path.suffix == ".gz" else Path.open
+    start = 4 + 4 * dims
     try:
         with opener(path, "rb") as file:
-            data = file.read()
+            head = file.read(start)
+            if len(head) < start or head[:4] != bytes([0, 0, 8, dims]):
+                raise UsageError(f"{path} is no IDX file of bytes with {dims} dimensions: write it again")
+            shape = tuple(int(n) for n in np.frombuffer(head, ">u4", dims, 4))
+            wanted = math.prod(shape)
+            if wanted > _DEFLATE * path.stat().st_size:
+                raise UsageError(f"{path} is truncated: it cannot hold {wanted} bytes, write it again")
+            data = file.read(wanted + 1)
+    except UsageError:
+        raise
     except _DAMAGED as error:
         raise UsageError(_unreadable(path, "IDX", error)) from error
-    if len(data) < 4 + 4 * dims or data[:4] != bytes([0, 0, 8, dims]):
-        raise UsageError(f"{path} is no IDX file of bytes with {dims} dimensions: write it again")
-    shape = tuple(int(n) for n in np.frombuffer(data, ">u4", dims, 4))
-    values = np.frombuffer(data, np.uint8, offset=4 + 4 * dims)
-    if len(values) != math.prod(shape):
-        raise UsageError(f"{path} is truncated: {len(values)} of {math.prod(shape)} bytes, write it again")
-    return values.reshape(shape)
+    if len(data) != wanted:
+        fault = "damaged: more than" if len(data) > wanted else f"truncated: {len(data)} of"
+        raise UsageError(f"{path} is {fault} {wanted} bytes, write it again")
+    return np.frombuffer(data, np.uint8).reshape(shape)
 
 
 def idx_files(folder: Path, part: str) -> tuple[Path, Path] | None:
@@ -153,7 +193,7 @@ def _unpickle(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             values = _ArraysOnly(file, encoding="bytes").load()
-    except (*_DAMAGED, pickle.UnpicklingError, IndexError, TypeError, AttributeError) as error:
+    except _DAMAGED as error:
         raise UsageError(_unreadable(path, "CIFAR-10 batch", error)) from error
     if not isinstance(values, dict):
         raise UsageError(f"{path} is no CIFAR-10 batch: it holds a {type(values).__name__}")

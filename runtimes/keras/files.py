@@ -10,8 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ul2q.exporters.keras import keras_metadata
+from ul2q.pipeline.archives import DAMAGED_ZIP
 from ul2q.pipeline.errors import UsageError
 from ul2q.runtimes.keras.codes import channels_first, channels_last
+
+# What Keras, h5py and the backends raise for files that are damaged, or that need what is not there.
+_UNUSABLE = (
+    *DAMAGED_ZIP, OSError, TypeError, AttributeError, AssertionError, ArithmeticError, MemoryError,
+    SyntaxError,
+)  # fmt: skip
 
 
 def load_keras(path: str | Path) -> keras.Model:
@@ -27,7 +34,7 @@ def load_keras(path: str | Path) -> keras.Model:
     keras_metadata(path)
     try:
         model = keras.saving.load_model(path, compile=False)
-    except (ValueError, TypeError, KeyError, OSError) as error:
+    except _UNUSABLE as error:
         line = " ".join(str(error).split())[:200]
         raise UsageError(
             f"{path} cannot be loaded: {line}; custom layers must be registered, code (Lambda) is refused"

@@ -11,7 +11,7 @@ from ul2q.pipeline.errors import UsageError
 from ul2q.runtimes.keras.integers import Format
 from ul2q.runtimes.keras.operators import HANDLERS, Value
 from ul2q.runtimes.keras.quantizer import EMAQuantizer
-from ul2q.runtimes.keras.reader import Network, Operator, read_network
+from ul2q.runtimes.keras.reader import Network, Operator, damage_named, read_network
 
 
 def load_onnx(path: str | Path, *, trainable: bool = False, name: str | None = None) -> keras.Model:
@@ -37,7 +37,8 @@ def load_onnx(path: str | Path, *, trainable: bool = False, name: str | None = N
             "call keras.config.set_image_data_format('channels_last') first"
         )
     network = read_network(path)
-    return Loading(network, trainable).run(name or Path(path).stem.replace(".", "_") or "model")
+    with damage_named(network.file):
+        return Loading(network, trainable).run(name or Path(path).stem.replace(".", "_") or "model")
 
 
 class Loading:

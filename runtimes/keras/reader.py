@@ -7,7 +7,8 @@ too; what is left are the operators that run for every sample.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,25 @@ class Network:
         return Weight(values.layer, q.astype(np.int8), grid, entry["granularity"], factor)
 
 
+@contextmanager
+def damage_named(file: str) -> Iterator[None]:
+    """Turn what a damaged file causes anywhere in its conversion into one line.
+
+    Raises:
+        UsageError: the block failed.
+    """
+    try:
+        yield
+    except UsageError:
+        raise
+    except (
+        TypeError, ValueError, LookupError, AttributeError, AssertionError, ArithmeticError, MemoryError,
+        RuntimeError,
+    ) as error:  # fmt: skip
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise UsageError(f"{file} is damaged ({reason}): compress the model again") from error
+
+
 def read_network(path: str | Path) -> Network:
     """Read an ONNX file that `pipeline compress` wrote.
 
@@ -154,11 +174,12 @@ def read_network(path: str | Path) -> Network:
     try:
         rows = json.loads(metadata["ul2q.layers"])
         layers = {row["name"]: row for row in rows}
-    except (json.JSONDecodeError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise UsageError(
             f"{file}: its ul2q.layers are damaged ({error}): compress the model again"
         ) from error
-    return _Reading(file, model).run(layers, metadata)
+    with damage_named(file):
+        return _Reading(file, model).run(layers, metadata)
 
 
 class _Reading:
