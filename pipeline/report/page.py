@@ -64,6 +64,7 @@ def html(report: Report) -> str:
         live=pictures.live_memory(report),
         steps=[(step["name"], f"{step['bytes']:,}") for step in report["memory"]["live"]],
         memory=_memory(report),
+        counts=_operations(report),
         left=[(layer["name"], layer["op"], layer["reason"]) for layer in report["layers"] if layer["reason"]],
         layer_header=text.LAYER_HEADER,
         layers=[text.layer_cells(layer) for layer in report["layers"]],
@@ -108,12 +109,30 @@ def _memory(report: Report) -> list[tuple[str, ...]]:
     memory = report["memory"]
     paper, process = memory["paper"], memory["measured_peak_rss_bytes"]
     rows = (
-        ("planned: weights and live activations", None, memory["planned_peak_bytes"]),
+        (
+            "planned: weights and live activations",
+            memory["float_planned_peak_bytes"],
+            memory["planned_peak_bytes"],
+        ),
         ("measured: a process that loads and runs the file", process["float"], process["quantized"]),
         ("counted as in the paper: running", paper["float_runtime_bytes"], paper["runtime_bytes"]),
     )
     return [
         (label, *(text.size(None if value is None else int(value)) for value in values))
+        for label, *values in rows
+        if any(value is not None for value in values)
+    ]
+
+
+def _operations(report: Report) -> list[tuple[str, ...]]:
+    """Return the rows (label, float, quantised) of the counted arithmetic."""
+    counted = report["operations"]
+    rows = (
+        ("multiply-adds", counted["multiply_adds"], counted["multiply_adds"]),
+        ("times the bits of both factors", counted["float_bit_operations"], counted["bit_operations"]),
+    )
+    return [
+        (label, *(text.NONE if value is None else f"{value:,}" for value in values))
         for label, *values in rows
         if any(value is not None for value in values)
     ]

@@ -17,7 +17,8 @@ import torch
 from ul2q.pipeline.cli import execute
 from ul2q.pipeline.report.schema import complete
 
-FILES = {"model.onnx", "float.onnx", "checkpoint.pt", "config.json", "report.json", "report.md"}
+REPORTS = {"report.json", "report.md", "report.html"}
+FILES = {"model.onnx", "float.onnx", "checkpoint.pt", "config.json", *REPORTS}
 QUICK = ("--wbits", "2", "--abits", "8", "--epochs", "1")
 
 

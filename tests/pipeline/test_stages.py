@@ -165,7 +165,8 @@ def test_python_interface_compresses_arrays_and_writes_everything(tmp_path: Path
     assert [layer["name"] for layer in compressed.report["layers"]] == ["0", "5"]
     folder = compressed.save(tmp_path / "out")
     names = {path.name for path in folder.iterdir()}
-    assert {"model.onnx", "float.onnx", "checkpoint.pt", "config.json", "report.json", "report.md"} == names
+    reports = {"report.json", "report.md", "report.html"}
+    assert {"model.onnx", "float.onnx", "checkpoint.pt", "config.json", *reports} == names
     assert compressed.report["parity"]["onnxruntime"]["first_layer"] is None
     assert compressed.report["accuracy"]["onnxruntime"] == compressed.report["accuracy"]["quantized"]
     assert compressed.report["accuracy"]["onnxruntime"] > 0.9

@@ -64,8 +64,11 @@ def make_report() -> Callable[..., Report]:
             "seed": 0, "seconds": {"capture": 1.25, names[1]: 2.0}, "layers": layers, "activations": sites,
             "size": {"float_onnx_bytes": 99_000, "onnx_bytes": coded + 4_321},
             "memory": {
-                "planned_peak_bytes": 14_000, "live": live,
+                "planned_peak_bytes": 14_000, "float_planned_peak_bytes": 99_000, "live": live,
                 "measured_peak_rss_bytes": {"float": 9e7, "quantized": 8e7},
+            },
+            "operations": {
+                "multiply_adds": 1000, "bit_operations": 16_000, "float_bit_operations": 1_024_000,
             },
             "accuracy": {
                 "metric": "top1", "samples": 1000, "float": 0.986, "quantized": 0.984, "onnxruntime": 0.984,

@@ -70,15 +70,17 @@ CONTRACT = """
 ul2q model.source model.sha256 model.arch model.parameters config seed seconds layers activations
 size.float_onnx_bytes size.onnx_bytes size.overhead_bytes size.ratio size.weight_bits_mean size.keras_bytes
 memory.paper.parameters memory.paper.activations memory.paper.storage_bytes memory.paper.runtime_bytes
-memory.paper.float_runtime_bytes memory.planned_peak_bytes memory.live
+memory.paper.float_runtime_bytes memory.planned_peak_bytes
+memory.float_planned_peak_bytes memory.live
 memory.measured_peak_rss_bytes.float memory.measured_peak_rss_bytes.quantized
+operations.multiply_adds operations.bit_operations operations.float_bit_operations
 accuracy.metric accuracy.samples accuracy.float accuracy.quantized accuracy.onnxruntime accuracy.keras
 metrics parity.onnxruntime.max_abs parity.onnxruntime.max_steps
 parity.onnxruntime.argmax_agreement parity.onnxruntime.first_layer parity.keras latency_ms.float
 latency_ms.quantized latency_ms.ratio latency_ms.threads latency_ms.operators warnings
 """
 LAYER = """
-name op parameters outputs wbits abits granularity alpha beta sqnr_db loss histogram bytes_float
+name op parameters outputs multiply_adds wbits abits granularity alpha beta sqnr_db loss histogram bytes_float
 bytes_quantized quantized reason
 """
 ACTIVATION = "name scale zero_point min max fit error errors"
@@ -177,17 +179,51 @@ def test_warnings_say_what_became_worse() -> None:
 def test_markdown_shows_every_layer_and_escapes_its_cells() -> None:
     page = render.markdown(complete(measured()))
     assert page.startswith("# lenet5: 2-bit weights, 8-bit activations\n")
+    assert "| accuracy drop | compression | speed-up |\n" in page
+    assert "| **0.20 points** | **12.5×** | **2.00×** |\n" in page
+    assert (
+        "| top1 98.60 % → 98.40 %, 1,000 test samples | 100.0 kB → 8.0 kB | 0.200 ms → 0.100 ms a s" in page
+    )
     assert "| features.0 | Conv | 500 | W2A8 | 0.0625 | -0.001 | 9.3 | 240 |  |\n" in page
     assert "| attn\\|proj | Gemm | 1,500 | float | – | – | – | 6,000 | excluded by 'attn*' |\n" in page
+    assert "| attn\\|proj | Gemm | excluded by 'attn*' |\n" in page
     assert "| file | 100.0 kB | 8.0 kB | 12.5x smaller, 24.50 bits a weight |\n" in page
     assert "| top1 | 98.60 % | 98.40 % | 1,000 test samples |\n" in page
     assert "| time a sample | 0.200 ms | 0.100 ms | ratio 0.50, 1 thread |\n" in page
     assert "| ONNX Runtime | – | – | 0 steps from torch, all same class |\n" in page
     assert "peak memory" not in page
     assert "## Warnings" not in page
-    assert page.endswith("}\n```\n")
+    assert page.endswith("}\n```\n\n</details>\n")
+    assert page.count("<details>") == page.count("</details>") == 2
     tables = [line.count("|") - line.count("\\|") for line in page.splitlines() if line.startswith("|")]
-    assert set(tables) == {3, 5, 10}
+    assert set(tables) == {3, 4, 5, 10}
+
+
+def test_markdown_cells_hold_no_tags() -> None:
+    values = measured() | {"warnings": ["in <b>bold</b>\nand on two lines"]}
+    values["layers"][0]["name"] = "<script>alert(1)</script>"
+    page = render.markdown(complete(values))
+    assert "<script>" not in page
+    assert "| &lt;script>alert(1)&lt;/script> | Conv |" in page
+    assert "- in &lt;b>bold&lt;/b> and on two lines\n" in page
+
+
+def test_what_was_not_measured_has_a_dash_and_a_reason() -> None:
+    kept = ("ul2q", "model", "config", "seed", "layers")
+    items = text.headlines(complete({key: value for key, value in measured().items() if key in kept}))
+    assert [item.label for item in items] == ["accuracy drop", "compression", "speed-up"]
+    assert {item.value for item in items} == {text.NONE}
+    assert all(item.note.startswith("not measured: ") for item in items)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "shown"),
+    [(0.9, 0.95, "-5.00 points"), (0.9, 0.9 + 1e-9, "0.00 points"), (0.98, 0.9, "8.00 points")],
+)
+def test_the_drop_is_in_points(before: float, after: float, shown: str) -> None:
+    values = measured()
+    values["accuracy"] |= {"float": before, "onnxruntime": after, "quantized": 0.1}
+    assert text.headlines(complete(values))[0].value == shown
 
 
 @pytest.mark.parametrize("width", [80, 160])
