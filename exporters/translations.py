@@ -19,6 +19,9 @@ from ul2q.pipeline.graph import integer_ops  # noqa: F401  (defines the operator
 
 Value = Any
 
+# From so many channels on, a node takes less of the file than the scales that it computes.
+_LONG = 32
+
 
 def _constant(value: object, dtype: DTypeLike) -> Value:
     tensor: Any = ir.tensor(np.asarray(value, dtype))
@@ -34,7 +37,7 @@ def _dequantize(codes: Value, scale: float, zero_point: int) -> Value:
 
 
 def _dequantize_channels(tensor: Value, scale: Value, zero_point: int, dtype: DTypeLike) -> Value:
-    zero_points = np.full(scale.shape[0], zero_point)
+    zero_points = np.full(tensor.shape[0], zero_point)
     return op.DequantizeLinear(tensor, scale, _constant(zero_points, dtype), axis=0)
 
 
@@ -46,6 +49,13 @@ def _dequantize_weight(weight: Value, scale: Value, zero_point: int, axis: int) 
     shape = [1] * len(weight.shape)
     shape[axis] = -1
     return op.Mul(w, op.Reshape(scale, _constant(shape, np.int64)))
+
+
+def _dequantize_bias(bias: Value, bias_scale: Value, weight_scale: Value, in_scale: float) -> Value:
+    """Return the float bias; its scale is the product of the two others, which a long one is computed from."""
+    if bias_scale.shape[0] >= _LONG:
+        bias_scale = op.Mul(weight_scale, _constant(in_scale, np.float32))  # folded at load
+    return _dequantize_channels(bias, bias_scale, 0, np.int32)
 
 
 def _relu(codes: Value, zero_point: int) -> Value:
@@ -60,7 +70,7 @@ def _conv(
     y = op.Conv(
         _dequantize(codes, in_scale, in_zero_point),
         _dequantize_channels(weight, weight_scale, weight_zero_point, np.int8),
-        _dequantize_channels(bias, bias_scale, 0, np.int32),
+        _dequantize_bias(bias, bias_scale, weight_scale, in_scale),
         kernel_shape=list(weight.shape[2:]), strides=list(stride), pads=list(pads), dilations=list(dilation),
         group=groups,
     )  # fmt: skip
@@ -74,7 +84,7 @@ def _linear(
     y = op.Gemm(
         _dequantize(codes, in_scale, in_zero_point),
         _dequantize_channels(weight, weight_scale, weight_zero_point, np.int8),
-        _dequantize_channels(bias, bias_scale, 0, np.int32),
+        _dequantize_bias(bias, bias_scale, weight_scale, in_scale),
         transB=1,
     )
     return _quantize(y, out_scale, out_zero_point)

@@ -344,6 +344,17 @@ def test_bytes_of_layers_are_those_of_their_tensors(small: Any) -> None:
         assert codes in (weight.codes.size, -(-weight.codes.size // 4))
 
 
+def test_long_bias_scales_are_computed_at_load(deploy: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 40, 3), nn.BatchNorm2d(40), nn.ReLU(), nn.Conv2d(40, 4, 3)).eval()
+    inputs = [torch.randn(8, 2, 9, 9)]
+    found = deploy(capture(model, inputs), inputs, wbits=2)
+    tensors = [tensor.name for tensor in onnx.load(found.path).graph.initializer]
+    assert [name for name in tensors if name.endswith("bias_scale")] == ["3.bias_scale"]
+    assert found.verify().differing_codes == 0
+    assert runtime.operators(found.path)["QLinearConv"] == 2
+
+
 def test_weights_that_layers_share_are_stored_once(deployed: Deployed) -> None:
     found = deployed("ends", 3, "tensor")
     model = onnx.load(found.path)
