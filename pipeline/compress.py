@@ -21,15 +21,18 @@ from ul2q.pipeline.calibrate import calibrate, fit_activations
 from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.data import Dataset, Inputs, as_splits, input_batches
 from ul2q.pipeline.errors import UsageError
-from ul2q.pipeline.files import check_output, replacing_folder
+from ul2q.pipeline.files import check_output, check_output_folder, replacing_folder
 from ul2q.pipeline.finetune import Loss, default_loss, finetune
 from ul2q.pipeline.graph.capture import Captured, capture
 from ul2q.pipeline.graph.inputs import input_names
 from ul2q.pipeline.graph.lower import Lowered, lower
 from ul2q.pipeline.graph.prepare import Prepared, prepare
-from ul2q.pipeline.loading import load_model, load_samples
+from ul2q.pipeline.loading import check_translation, load_model, load_samples
+from ul2q.pipeline.lock import claimed
 from ul2q.pipeline.progress import Progress
 from ul2q.pipeline.report import schema
+from ul2q.pipeline.resume import Kept, key_of, unfinished_path
+from ul2q.pipeline.tasks import task_for
 from ul2q.pipeline.weights import check_finite
 from ul2q.pipeline.work import Work
 from ul2q.pipeline.writing import write
@@ -83,11 +86,15 @@ class CompressedModel:
             The directory.
 
         Raises:
-            UsageError: it exists, or cannot be written.
+            UsageError: it exists, cannot be written, or another run is writing it.
             JobError: the file does not reproduce the network.
         """
         directory = Path(directory)
-        check_output(directory, overwrite=overwrite)
+        with claimed(directory):
+            check_output_folder(directory, overwrite=overwrite)
+            return self._save(directory, to)
+
+    def _save(self, directory: Path, to: Sequence[str]) -> Path:
         _check_targets(to, self.lowered.input_names)
         if "keras" in to:
             mirror.keras_runtime()  # a missing package is told before any work
@@ -144,13 +151,13 @@ def _compress(work: Work) -> CompressedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         with work.stage("capture"):
-            work.settle_inputs()
-            captured = capture(work.model, work.example())
+            captured = _capture(work)
+        work.task = task_for(work.data, captured.module)
         _check_labels(work, captured)
         with work.stage("prepare"):
             prepared = prepare(captured, config)
         with work.stage("calibrate"):
-            work.batch_norm = calibrate(prepared, captured.module, work.calibration)
+            _calibrate(work, captured, prepared)
         with work.stage("finetune"):
             _finetune(work, captured, prepared)
         with work.stage("lower"):
@@ -160,21 +167,34 @@ def _compress(work: Work) -> CompressedModel:
             exported = export_lowered(lowered, example, config, _metadata(work))
             exported_float = export_float(captured, example, config.opset)
     work.warnings += [*captured.notes, *measure.constant_channels(lowered.weights)]
+    if config.quantizer == "twn":
+        work.warnings.append("twn stores 2 bits a weight and uses three of their four levels")
     report = measure.layers_report(prepared, lowered, exported)
     return CompressedModel(lowered.module, report, exported, exported_float, config, lowered, prepared, work)
 
 
+def _capture(work: Work) -> Captured:
+    work.settle_inputs()
+    check_translation(work.source, work.example())
+    return capture(work.model, work.example())
+
+
 def _check_labels(work: Work, captured: Captured) -> None:
-    """Refuse labels for which the network has no output.
+    """Refuse labels and masks for which the network has no output.
 
     Raises:
-        UsageError: there are such labels.
+        UsageError: there are such labels or masks.
     """
     classes = work.data.num_classes
-    if classes is None or work.loss is not default_loss:
+    if work.loss is not default_loss or not work.data.labelled:
         return
     with torch.no_grad():
         outputs = captured.module(*work.example())
+    if classes is None:
+        answer, mask = tuple(outputs.shape[1:]), (1, *work.data.shape[1:])
+        if answer != mask:
+            raise UsageError(f"the network answers {answer} a sample, its mask is {mask}: they must be alike")
+        return
     if isinstance(outputs, Tensor) and outputs.ndim == 2 and outputs.shape[1] < classes:
         raise UsageError(
             f"the labels go up to {classes - 1}, the network has {outputs.shape[1]} outputs: "
@@ -182,9 +202,24 @@ def _check_labels(work: Work, captured: Captured) -> None:
         )
 
 
+def _calibrate(work: Work, captured: Captured, prepared: Prepared) -> None:
+    kept = work.kept
+    if kept is not None and kept.found is not None:
+        work.batch_norm = kept.restore(prepared)
+        fit_activations(prepared, work.calibration)
+        return
+    work.batch_norm = calibrate(prepared, captured.module, work.calibration)
+    if kept is not None:
+        kept.keep(prepared, work.batch_norm, work.epochs)
+
+
 def _finetune(work: Work, captured: Captured, prepared: Prepared) -> None:
-    config, train = work.config, work.train
-    if config.finetune_epochs == 0:
+    config, train, kept = work.config, work.train, work.kept
+    found = kept.found if kept is not None else None
+    if kept is not None and found is not None:
+        work.epochs = kept.epochs()
+        work.progress.line(f"resumed after epoch {len(work.epochs)} of {config.finetune_epochs}")
+    if config.finetune_epochs == 0 or (found is not None and found["tuned"]):
         return
     steps = max(1, len(train) // config.batch_size)  # a partial last batch is dropped
 
@@ -198,16 +233,24 @@ def _finetune(work: Work, captured: Captured, prepared: Prepared) -> None:
                 bar.advance()
 
     has_score = work.score(captured.module) is not None
+    tuning: dict[str, Any] = {}
     results = finetune(
-        prepared, captured.module, epoch_batches, steps, loss=work.loss,
+        prepared, captured.module, epoch_batches, steps,
+        loss=work.task.distillation if work.loss is default_loss else work.loss,
         refit=lambda: fit_activations(prepared, work.calibration),
         score=(lambda: work.score(prepared.module) or 0.0) if has_score else None,
+        resume=None if found is None else found["tuning"],
+        keep=None if kept is None else lambda state: tuning.update(state),
     )  # fmt: skip
     for result in results:
         work.epochs.append(result)
-        score = "" if result.score is None else f", validation accuracy {result.score:.4f}"
+        if kept is not None:
+            kept.keep(prepared, work.batch_norm, work.epochs, tuning)
+        score = "" if result.score is None else f", validation {work.task.title} {result.score:.4f}"
         work.progress.line(f"epoch {result.epoch}/{config.finetune_epochs}: loss {result.loss:.4f}{score}")
     work.batch_norm = calibrate(prepared, captured.module, work.calibration)
+    if kept is not None:
+        kept.keep(prepared, work.batch_norm, work.epochs, tuned=True)
 
 
 def _metadata(work: Work) -> dict[str, str]:
@@ -228,6 +271,7 @@ def compress_file(
     preprocess: Mapping[str, Any] | None = None,
     output: Path | None = None,
     overwrite: bool = False,
+    resume: bool = False,
     dry_run: bool = False,
     trust_pickle: bool = False,
     to: Sequence[str] = ("onnx",),
@@ -245,6 +289,7 @@ def compress_file(
         preprocess: preprocessing of raw samples; None means the one that the checkpoint records.
         output: directory; None means ``<stem>-w<K>a<A>`` beside the model.
         overwrite: replace an existing directory.
+        resume: go on from the stages and epochs that an interrupted run with the same options left.
         dry_run: check everything and plan the layers, but write nothing.
         trust_pickle: allow files that can run code.
         to: what to write, "onnx" and "keras".
@@ -258,18 +303,42 @@ def compress_file(
     """
     progress = progress or Progress(quiet=True)
     directory = output or model.with_name(f"{model.stem}-w{config.wbits}a{config.abits}")
-    check_output(directory, overwrite=overwrite or dry_run)
-    started = time.perf_counter()
-    checkpoint, notes = load_model(model, arch, arch_args, trust_pickle)
-    splits = load_samples(checkpoint, data, input_shape, preprocess)
-    work = Work(checkpoint.model, splits, config, progress, source=checkpoint, warnings=notes)
-    _check_targets(to, input_names(checkpoint.model))
-    work.seconds["load"] = time.perf_counter() - started
+
+    def prepared_work() -> Work:
+        started = time.perf_counter()
+        checkpoint, notes = load_model(model, arch, arch_args, trust_pickle)
+        splits = load_samples(checkpoint, data, input_shape, preprocess)
+        work = Work(checkpoint.model, splits, config, progress, source=checkpoint, warnings=notes)
+        _check_targets(to, input_names(checkpoint.model))
+        work.seconds["load"] = time.perf_counter() - started
+        return work
+
     if dry_run:
-        return CompressionResult(None, _plan(work))
-    compressed = _compress(work)
-    compressed.save(directory, overwrite=overwrite, to=to)
+        check_output(directory, overwrite=True)
+        return CompressionResult(None, _plan(prepared_work()))
+    unfinished = unfinished_path(directory)
+    with claimed(directory, unfinished):
+        if resume and directory.exists() and not (overwrite or unfinished.exists()):
+            raise UsageError(f"{directory} is complete: there is no interrupted run to resume")
+        check_output_folder(directory, overwrite=overwrite or resume)
+        work = prepared_work()
+        work.kept = _kept(work, unfinished, resume)
+        compressed = _compress(work)
+        compressed._save(directory, to)
+        work.kept.drop()
     return CompressionResult(directory, compressed.report)
+
+
+def _kept(work: Work, path: Path, resume: bool) -> Kept:
+    """Return where the stages of a run are kept, with what an interrupted one left if it is to go on."""
+    sha256 = "" if work.source is None else work.source.sha256
+    data = {**work.data.record(), "preprocess": work.data.preprocess.to_dict(), "shape": work.data.shape}
+    kept = Kept(path, key_of(work.config.to_dict(), sha256, data))
+    if resume and not kept.load():
+        work.progress.line("no interrupted run was found: starting from the beginning")
+    elif not resume and path.exists():
+        work.progress.line("starting again: --resume would have gone on with an interrupted run")
+    return kept
 
 
 def _check_targets(to: Sequence[str], names: Sequence[str]) -> None:
@@ -282,8 +351,7 @@ def _check_targets(to: Sequence[str], names: Sequence[str]) -> None:
 
 def _plan(work: Work) -> dict[str, Any]:
     """Return the report of a dry run: what would be quantised."""
-    work.settle_inputs()
-    captured = capture(work.model, work.example())
+    captured = _capture(work)
     prepared = prepare(captured, work.config)
     values = {
         "ul2q": __version__,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from ul2q.pipeline import mirror
 from ul2q.pipeline.checkpoint import Checkpoint, load_checkpoint
 from ul2q.pipeline.data import DataSplits, Preprocess, load_data, load_several
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.graph.inputs import input_names
+from ul2q.pipeline.readers import onnx_file
+from ul2q.pipeline.readers.onnx_network import OnnxNetwork
 
 
 def load_model(
@@ -29,7 +33,20 @@ def load_model(
     """
     if model.suffix == ".keras":
         return mirror.load_keras_checkpoint(model)
+    if model.suffix == ".onnx":
+        return onnx_file.load_onnx(model), []
     return load_checkpoint(model, arch, arch_args, trust_pickle), []
+
+
+def check_translation(checkpoint: Checkpoint | None, example: Sequence[Tensor]) -> None:
+    """Compare a network that was translated from another format with its original.
+
+    Args:
+        checkpoint: the network, None if it came from no file.
+        example: inputs, a few samples each.
+    """
+    if checkpoint is not None and isinstance(checkpoint.model, OnnxNetwork):
+        onnx_file.compare(checkpoint.model, checkpoint.path, example)
 
 
 def load_samples(

@@ -119,7 +119,9 @@ def _capture(model: nn.Module, example: list[Tensor]) -> Captured:
     captured = Captured(
         # The exported graph shares its tensors with the model; a copy keeps the ties among layers.
         copy_graph(builder.build()),
-        tuple(str(n.target) for n in unlifted.graph.nodes if n.op == "placeholder"),
+        # A model that takes *inputs may tell what they are called.
+        getattr(model, "input_names", None)
+        or tuple(str(n.target) for n in unlifted.graph.nodes if n.op == "placeholder"),
         tuple(builder.notes),
     )
     _compare(model, captured.module, example)

@@ -1,0 +1,1 @@
+"""Readers of models that are neither checkpoints nor Keras files."""
