@@ -100,7 +100,7 @@ class Comparison:
         rows = [(label, *map(write, found[key])) for key, label, _, write in _NUMBERS if key in found]
         for name in self._metric_names():
             values = found.get(name, [])
-            rows += [(name, *(text.NONE if v is None else f"{v:.4g}" for v in values))] if values else []
+            rows += [(name, *map(text.metric, values))] if values else []
         return rows
 
     def _metric_names(self) -> list[str]:

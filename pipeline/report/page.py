@@ -54,7 +54,10 @@ def html(report: Report) -> str:
         headlines=text.headlines(report),
         accuracy=pictures.accuracy(report),
         parities=[(row.label, row.note) for row in text.parities(report)],
-        metrics=_metrics(report),
+        metrics=[
+            (name, text.metric(found["float"]), text.metric(found["quantized"]))
+            for name, found in report["metrics"].items()
+        ],
         loss=pictures.loss(report),
         sqnr=pictures.sqnr(report),
         histograms=histograms,
@@ -95,13 +98,6 @@ def comparison_html(comparison: Comparison) -> str:
         layer_charts=pictures.layers_of_runs(comparison.layers()),
         version=second["ul2q"],
     )
-
-
-def _metrics(report: Report) -> list[tuple[str, ...]]:
-    return [
-        (name, *(text.NONE if found is None else f"{found:.4g}" for found in (m["float"], m["quantized"])))
-        for name, m in report["metrics"].items()
-    ]
 
 
 def _memory(report: Report) -> list[tuple[str, ...]]:

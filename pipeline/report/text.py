@@ -76,6 +76,15 @@ def milliseconds(value: float | None) -> str:
     return NONE if value is None else f"{value:.3f} ms"
 
 
+def metric(value: float | None) -> str:
+    """Write a metric of any unit.
+
+    Returns:
+        For example ``0.9840``.
+    """
+    return NONE if value is None else f"{value:#.4g}"
+
+
 def scale(value: float | list[float] | None) -> str:
     """Write α or β, or the range that one value per output channel spans.
 
@@ -173,7 +182,7 @@ def summary(report: Report) -> list[Row]:
         The rows.
     """
     rows = [*_accuracy_rows(report), _file_row(report), _latency_row(report), _memory_row(report)]
-    rows += [Row(name, f"{m['float']}", f"{m['quantized']}") for name, m in report["metrics"].items()]
+    rows += [Row(name, metric(m["float"]), metric(m["quantized"])) for name, m in report["metrics"].items()]
     rows += parities(report)
     return [row for row in rows if row.note or (row.before, row.after) != (NONE, NONE)]
 

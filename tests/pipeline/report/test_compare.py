@@ -40,7 +40,7 @@ def test_numbers_are_pairs(comparison: Comparison) -> None:
     assert "keras_bytes" not in numbers  # neither has it
     rows = {label: cells for label, *cells in comparison.number_rows()}
     assert rows["speed-up"] == ["2.00×", "4.00×"]
-    assert rows["top5"] == ["0.998", "–"]
+    assert rows["top5"] == ["0.9980", "–"]
     assert rows["time a sample, quantised"] == ["0.100 ms", "0.050 ms"]
 
 

@@ -260,5 +260,10 @@ def test_sizes_have_a_unit(count: int | None, shown: str) -> None:
     assert text.size(count) == shown
 
 
+def test_further_metrics_have_a_row_each() -> None:
+    values = measured() | {"metrics": {"mae": {"float": 0.03125, "quantized": None}}}
+    assert "| mae | 0.03125 | – |  |\n" in render.markdown(complete(values))
+
+
 def test_scales_of_channels_are_a_range() -> None:
     assert text.scale([0.02, 0.5, 0.1]) == "0.02…0.5"
