@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
 import os
 import shutil
 import statistics
@@ -22,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,13 +29,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 import torch.nn.functional as F
+from kfac_curve import curve
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
 from ul2q import models
-from ul2q.pipeline.accuracy import measure_accuracy
-from ul2q.pipeline.data import DataSplits, batches, load_data
 from ul2q.pipeline.kfac import KFAC, Options
 from ul2q.pipeline.kfac.layers import KroneckerLayer, find_layers
 
@@ -216,131 +214,6 @@ def steps(console: Console, repeats: int) -> None:
     console.print(f"K-FAC 1/1 {ours * 1e3:.0f} ms: {ours / min(floors):.2f}x the floor (goal 1.1x)")
 
 
-@dataclass
-class Curve:
-    """One training run.
-
-    Attributes:
-        epochs: epochs done at every measurement.
-        seconds: training time then.
-        accuracy: accuracy then.
-    """
-
-    epochs: list[float]
-    seconds: list[float]
-    accuracy: list[float]
-
-    def reaches(self, target: float) -> tuple[float, float]:
-        """Return epochs and seconds until the accuracy is first reached, infinite if never."""
-        for epoch, second, accuracy in zip(self.epochs, self.seconds, self.accuracy, strict=True):
-            if accuracy >= target:
-                return epoch, second
-        return float("inf"), float("inf")
-
-
-def run_curve(
-    data: DataSplits, make: Make, batch: int, *, seed: int, epochs: float, on: str, stop_at: float
-) -> Curve:
-    """Return the curve of lenet5 at a constant rate, measured about four times an epoch."""
-    torch.manual_seed(seed)
-    model = models.build("lenet5")
-    optimizer = make(model)
-    held_out = getattr(data, on)
-    assert data.train is not None  # noqa: S101 (mnist5k has all parts)
-    per_epoch = max(1, len(data.train) // batch)
-    curve, spent, step = Curve([], [], []), 0.0, 0
-    for epoch in range(math.ceil(epochs) + 1):
-        for x, y in batches(data.train, batch, seed=seed, epoch=epoch, drop_last=True):
-            started = time.perf_counter()
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            spent += time.perf_counter() - started
-            step += 1
-            if not torch.isfinite(loss) or step * batch > epochs * len(data.train):
-                return curve
-            if step % max(1, per_epoch // 4) == 0:
-                curve.epochs.append(step * batch / len(data.train))
-                curve.seconds.append(spent)
-                curve.accuracy.append(measure_accuracy(model, held_out).top1)
-                if curve.accuracy[-1] >= stop_at:
-                    return curve
-    return curve
-
-
-RATES = (0.01, 0.03, 0.003, 0.1, 0.3, 0.001)
-
-
-def _makers(batch: int) -> dict[str, Callable[[float], Make]]:
-    interval = max(1, round(640 / batch))  # statistics every 640 examples or so
-    return {
-        "SGD": lambda lr: lambda model: torch.optim.SGD(model.parameters(), lr, 0.9),
-        "K-FAC": lambda lr: lambda m: KFAC(m, lr, factor_interval=interval, inverse_interval=interval),
-    }
-
-
-def curve(console: Console, folder: Path, target: float, sizes: Sequence[int]) -> None:
-    """Search both learning rates on validation data, then measure on test data; draw the picture."""
-    data = load_data("mnist5k")
-    table = Table(
-        "batch", "optimiser", "best rate", "epochs", "seconds", title=f"to {target:.1%} on test data"
-    )
-    curves: dict[tuple[int, str], Curve] = {}
-    for batch, (name, maker) in ((b, item) for b in sizes for item in _makers(b).items()):
-        most = float(min(40, max(6, batch // 40)))
-        rate, shortest = _search(data, maker, batch, target, most)
-        if rate is None:
-            table.add_row(str(batch), name, "-", f"none of {len(RATES)} rates within {most:.0f} epochs", "-")
-            continue
-        limit = min(most, 2 * shortest + 2)
-        runs = [
-            run_curve(data, maker(rate), batch, seed=seed, epochs=limit, on="test", stop_at=2.0)
-            for seed in (1, 2)
-        ]
-        curves[batch, name] = runs[0]
-        reached = [run.reaches(target) for run in runs]
-        epochs, seconds = (", ".join(f"{v:.1f}" for v in values) for values in zip(*reached, strict=True))
-        table.add_row(str(batch), name, f"{rate:g}", epochs, seconds)
-        console.print(f"batch {batch}, {name}: rate {rate:g}, epochs {epochs}, seconds {seconds}")
-    console.print(table)
-    _draw(curves, sizes, folder / "kfac-batch-size.png", target)
-
-
-def _search(
-    data: DataSplits, maker: Callable[[float], Make], batch: int, target: float, most: float
-) -> tuple[float | None, float]:
-    """Return the rate that reaches the accuracy on validation data first, and its epochs."""
-    best, shortest = None, most
-    for rate in RATES:
-        found = run_curve(data, maker(rate), batch, seed=0, epochs=shortest, on="validation", stop_at=target)
-        if found.reaches(target)[0] < shortest or (best is None and found.reaches(target)[0] <= shortest):
-            best, shortest = rate, found.reaches(target)[0]
-    return best, shortest
-
-
-def _draw(curves: dict[tuple[int, str], Curve], sizes: Sequence[int], path: Path, target: float) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, len(sizes), figsize=(4.2 * len(sizes), 3.4), sharey=True, squeeze=False)
-    for axis, batch in zip(axes[0], sizes, strict=True):
-        for name in ("SGD", "K-FAC"):
-            if (batch, name) not in curves:
-                continue
-            found = curves[batch, name]
-            axis.plot(found.epochs, [100 * a for a in found.accuracy], label=name)
-        axis.axhline(100 * target, color="0.7", linewidth=0.8)
-        axis.set(title=f"batch {batch}", xlabel="epochs", ylim=(80, 100))
-    axes[0][0].set_ylabel("test accuracy, %")
-    axes[0][-1].legend()
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120, metadata={"Software": None})
-
-
 def _loopback_bytes() -> int:
     lines = Path("/proc/net/dev").read_text().splitlines()
     return int(next(line for line in lines if line.strip().startswith("lo:")).split()[1])
@@ -430,19 +303,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("part", choices=("steps", "curve", "wire"))
     parser.add_argument("-o", "--folder", type=Path, default=Path("docs"))
-    parser.add_argument("--target", type=float, default=0.97, help="accuracy to reach")
+    parser.add_argument(
+        "--targets",
+        type=float,
+        nargs="+",
+        default=[0.97, 0.98],
+        help="accuracies to reach; rates are for the first",
+    )
+    parser.add_argument(
+        "--keep", type=Path, default=Path("build/kfac-curve.json"), help="finished runs of curve"
+    )
     parser.add_argument("--batches", type=int, nargs="+", default=[64, 512, 2000])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--threads", type=int)
+    parser.add_argument("--threads", type=int, help="of torch; curve counts the time of one and takes 1")
     options = parser.parse_args()
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    if options.threads or options.part == "curve":
+        torch.set_num_threads(options.threads or 1)
     console = Console(width=140)
     if options.part == "steps":
         steps(console, options.repeats)
     elif options.part == "curve":
-        curve(console, options.folder, options.target, options.batches)
+        curve(console, options.folder, options.keep, options.targets, options.batches)
     else:
         wire(console, options.ranks)
 

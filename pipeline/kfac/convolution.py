@@ -1,7 +1,8 @@
-"""Factor A of a convolution: exact second moments of its patches, three ways, and a model of their cost.
+"""Factor A of a convolution: exact second moments of its patches, four ways, and a model of their cost.
 
 ``unfold`` copies the patches and multiplies; ``blocks`` multiplies shifted views, one pair of kernel offsets
-at a time; ``lags`` (:mod:`ul2q.pipeline.kfac.lags`) needs one large product for every difference of offsets.
+at a time; ``rows`` (:mod:`ul2q.pipeline.kfac.rows`) multiplies input rows, unfolded in one direction;
+``lags`` (:mod:`ul2q.pipeline.kfac.lags`) needs one large product for every difference of offsets.
 Shapes as in :mod:`ul2q.pipeline.kfac.patches`.
 """
 
@@ -14,8 +15,7 @@ from torch import Tensor
 
 from ul2q.pipeline.kfac.lags import lag_plan, moment_lags
 from ul2q.pipeline.kfac.patches import Geometry, patch_sums, weight_order, windows
-
-METHODS = ("unfold", "blocks", "lags")
+from ul2q.pipeline.kfac.rows import moment_rows
 
 
 def moment_unfold(x: Tensor, geo: Geometry) -> Tensor:
@@ -53,9 +53,25 @@ def moment_blocks(x: Tensor, geo: Geometry) -> Tensor:
     return weight_order(blocks)
 
 
-def _products_ns(flops: float, inner: int) -> float:
+_MOMENTS = {"unfold": moment_unfold, "blocks": moment_blocks, "rows": moment_rows, "lags": moment_lags}
+METHODS = tuple(_MOMENTS)
+
+
+def _products_ns(flops: float, inner: float) -> float:
     """Return the time of products whose smaller side is ``inner``: 100 flop/ns, less for narrow ones."""
     return flops / 100 * (1 + 16 / inner)
+
+
+def _rows_ns(shape: tuple[int, int, int, int], geo: Geometry) -> float:
+    """Return the time of ``rows``; summing the products over rows costs as much as writing the result."""
+    if geo.dilation[0] != 1:
+        return float("inf")
+    n, channels, height, width = shape
+    kh, inner = geo.kernel[0], channels // geo.groups * geo.kernel[1]
+    rows = geo.groups * (height + geo.padding[0] + geo.padding[1])
+    length = n * geo.output(height, width)[1]
+    products = _products_ns(2.0 * rows * length * inner**2 * kh, inner)
+    return products + 1.2 * rows * inner * length + 2.0 * rows * inner**2 * kh + 5e4
 
 
 def estimate_ns(method: str, shape: tuple[int, int, int, int], geo: Geometry) -> float:
@@ -67,7 +83,7 @@ def estimate_ns(method: str, shape: tuple[int, int, int, int], geo: Geometry) ->
     Args:
         method: one of ``METHODS``.
         shape: n, C, H, W.
-        geo: geometry; ``blocks`` and ``lags`` need ``groups`` 1.
+        geo: geometry; ``blocks`` and ``lags`` need ``groups`` 1, ``rows`` no dilation of the rows.
 
     Returns:
         Nanoseconds; infinite where the method does not apply.
@@ -77,6 +93,8 @@ def estimate_ns(method: str, shape: tuple[int, int, int, int], geo: Geometry) ->
     r, d = n * out[0] * out[1], channels // geo.groups * taps
     if method == "unfold":
         return geo.groups * (_products_ns(2.0 * r * d * d, d) + 1.2 * r * d)
+    if method == "rows":
+        return _rows_ns(shape, geo)
     if geo.groups != 1:
         return float("inf")
     result_ns = 2.0 * d * d
@@ -84,10 +102,11 @@ def estimate_ns(method: str, shape: tuple[int, int, int, int], geo: Geometry) ->
         pairs = taps * (taps + 1) // 2
         return _products_ns(2.0 * r * channels**2 * pairs, channels) + 1.2 * r * d + result_ns + 1e4 * pairs
     plan = lag_plan(geo, height, width)
-    products = _products_ns(2.0 * n * plan.positions() * channels**2, channels)
+    # Narrow on both sides, unlike the others.
+    products = _products_ns(2.0 * n * plan.positions() * channels**2, channels / 2)
     rows = 1.0 * channels**2 * plan.size[0] * len(plan.lags)
     copies = 2.4 * n * channels * height * width
-    return products + rows + copies + result_ns + 1e5 * len(plan.lags)
+    return products + rows + copies + result_ns + 3e4 * len(plan.lags)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -110,7 +129,7 @@ def input_moment(x: Tensor, geo: Geometry, bias: bool, method: str | None = None
     """
     n, channels, height, width = x.shape
     chosen = method or cheapest((n, channels, height, width), geo)
-    moment = {"unfold": moment_unfold, "blocks": moment_blocks, "lags": moment_lags}[chosen](x, geo)
+    moment = _MOMENTS[chosen](x, geo)
     if not bias:
         return moment
     d = moment.shape[-1]

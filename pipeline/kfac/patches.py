@@ -68,11 +68,16 @@ class Geometry:
         return rows, columns
 
 
+def pad(x: Tensor, geo: Geometry) -> Tensor:
+    """Return the input [n, C, H, W] with the zeros that the convolution adds; ``x`` if there are none."""
+    top, bottom, left, right = geo.padding
+    return F.pad(x, (left, right, top, bottom)) if any(geo.padding) else x
+
+
 def windows(x: Tensor, geo: Geometry) -> Tensor:
     """Return a view of all patches, without a copy but for the padding: [n, C, kh, kw, rows, columns]."""
-    top, bottom, left, right = geo.padding
     rows, columns = geo.output(x.shape[2], x.shape[3])
-    padded = F.pad(x, (left, right, top, bottom)) if any(geo.padding) else x
+    padded = pad(x, geo)
     n, c, y, z = padded.stride()
     (sy, sx), (dy, dx) = geo.stride, geo.dilation
     return padded.as_strided(
