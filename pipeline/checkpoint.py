@@ -134,6 +134,29 @@ def load_checkpoint(
     return Checkpoint(_ready(model), path, sha256, arch, args, input_shape=shape)
 
 
+def load_encoder(model: nn.Module, path: str | Path, arch: str) -> None:
+    """Put the weights of a file into the encoder of ``model``, all of them or none.
+
+    Args:
+        model: a network with a module ``encoder``, named as torchvision names a ResNet.
+        path: a state dict (torch.save or safetensors), with or without the classifier ``fc``.
+        arch: the name of the network, for messages.
+
+    Raises:
+        UsageError: the network has no encoder, or the file is unusable or does not fit it (how is listed).
+    """
+    path = Path(path)
+    encoder = getattr(model, "encoder", None)
+    if not isinstance(encoder, nn.Module):
+        raise UsageError(f"{arch} has no encoder: leave out --encoder-weights")
+    state = weights.find_state(_read(path, _kind(path), trust_pickle=False))
+    if not isinstance(state, dict):
+        raise UsageError(f"{path} holds no weights: save model.state_dict()")
+    found = weights.match_names(state, [*encoder.state_dict(), "fc.weight", "fc.bias"])
+    # what a classifier has beyond the encoder
+    weights.fit(encoder, {k: v for k, v in found.items() if not k.startswith("fc.")}, str(path))
+
+
 def _ours(
     content: dict[str, Any], path: Path, sha256: str, arch: str | None, arch_args: Mapping[str, Any] | None
 ) -> Checkpoint:

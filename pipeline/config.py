@@ -159,6 +159,7 @@ class TrainConfig(_Config):
         erase: random erasing (off).
         augment: random shifts, rotations and so on at training time, as the data source defines them.
         sync_bn: batch normalisation over the samples of all ranks.
+        encoder_weights: file of weights that the encoder of a network for masks starts from.
         fisher: labels of a last pass that collects curvature factors for the quantiser: ``mc`` or
             ``empirical``; None keeps K-FAC's own factors, if any.
         precision: float32, or bfloat16 for autocast of the forward pass.
@@ -186,6 +187,7 @@ class TrainConfig(_Config):
     erase: bool | None = None
     augment: bool = True
     sync_bn: bool = False
+    encoder_weights: str | None = None
     fisher: str | None = None
     precision: str = "float32"
     device: str = "auto"

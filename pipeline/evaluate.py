@@ -57,7 +57,7 @@ def evaluate_file(
     trust_pickle: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Measure the accuracy of a file on the test samples.
+    """Measure a file on the test samples: its accuracy, or how well it finds salient objects.
 
     Args:
         model: an ONNX file, a .keras file or a checkpoint.
@@ -68,14 +68,15 @@ def evaluate_file(
         progress: where to show progress.
 
     Returns:
-        ``samples``, ``top1`` and ``top5`` (fractions; top5 null for five classes or fewer), ``metrics``.
+        ``samples``, ``top1`` and ``top5`` (fractions; top5 null for five classes or fewer), and ``metrics``;
+        for data with masks, top1 and top5 are null and ``metrics`` has those of `ul2q.pipeline.saliency`.
 
     Raises:
         UsageError: model and data cannot be used, or do not fit each other.
     """
-    from ul2q.pipeline.accuracy import measure_accuracy
     from ul2q.pipeline.checkpoint import load_checkpoint
     from ul2q.pipeline.data import load_data
+    from ul2q.pipeline.tasks import task_for
 
     if model.suffix == ".onnx":
         predict, fit, recorded = _onnx(model)
@@ -86,13 +87,15 @@ def evaluate_file(
     spec = data or recorded
     if spec is None:
         raise UsageError("--data is missing: the model does not record what it was trained on")
-    test = load_data(spec, **fit).test
-    if test is None or test.labels is None:
+    data_splits = load_data(spec, **fit)
+    test = data_splits.test
+    if test is None or not data_splits.labelled:
         raise UsageError(f"{spec} holds no labelled test samples: accuracy needs labels")
     if progress is not None:
         progress.line(f"evaluating {model} on {len(test):,} test samples")
-    result = measure_accuracy(predict, test, _BATCH)
-    return {"samples": result.samples, "top1": result.top1, "top5": result.top5, "metrics": {}}
+    found = task_for(data_splits, predict).measure(predict, test)
+    top1, top5 = (found.pop(name, None) for name in ("top1", "top5"))
+    return {"samples": len(test), "top1": top1, "top5": top5, "metrics": found}
 
 
 def _onnx(model: Path) -> tuple[Predict, dict[str, Any], str | None]:
@@ -152,9 +155,6 @@ def run_file(model: Path, inputs: Path, *, low_memory: bool = False) -> Array:
     return next(iter(runtime.run(live, x, 1 if low_memory else _BATCH).values()))
 
 
-def _read_inputs(inputs: Path, model: Path, shape: tuple[int, ...] | None) -> Array:
-    if not inputs.exists():
-        raise UsageError(f"{inputs} does not exist: give a .npy file, an image or a folder of images")
 def read_array(path: Path) -> Array:
     """Read a .npy file, mapped: what it announces is compared with its size before anything is allocated.
 
@@ -170,6 +170,9 @@ def read_array(path: Path) -> Array:
         raise UsageError(f"{path} is no .npy array of numbers, or it is truncated: save it again") from error
 
 
+def _read_inputs(inputs: Path, model: Path, shape: tuple[int, ...] | None) -> Array:
+    if not inputs.exists():
+        raise UsageError(f"{inputs} does not exist: give a .npy file, an image or a folder of images")
     raw = read_array(inputs) if inputs.suffix == ".npy" else None
     if raw is not None and raw.dtype != np.uint8:
         return np.asarray(raw)

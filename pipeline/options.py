@@ -28,7 +28,8 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is al
 Data = Annotated[
     str | None,
     typer.Option(
-        help="digits, mnist5k, or a path: image, MNIST IDX or CIFAR-10 folder, .npz with x and y, .npy.",
+        help="digits, mnist5k, shapes, or a path: folder of images, of images and masks, MNIST IDX or "
+        "CIFAR-10 folder, .npz with x and y, .npy.",
         metavar="DATA",
     ),
 ]

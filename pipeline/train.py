@@ -21,14 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from ul2q import models
-from ul2q.pipeline.accuracy import measure_accuracy
-from ul2q.pipeline.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from ul2q.pipeline.checkpoint import Checkpoint, load_checkpoint, load_encoder, save_checkpoint
 from ul2q.pipeline.config import TrainConfig
 from ul2q.pipeline.data import Dataset, DataSplits, batches, load_data
 from ul2q.pipeline.errors import JobError, UsageError
 from ul2q.pipeline.files import check_output
 from ul2q.pipeline.kfac import KFAC, collect_factors, convert_sync_batch_norm
 from ul2q.pipeline.progress import Progress
+from ul2q.pipeline.tasks import check_network, task_for
 from ul2q.pipeline.training.ranks import Ranks
 from ul2q.pipeline.training.settings import Settings, resolve
 from ul2q.pipeline.training.stream import Stream, reseed
@@ -68,7 +68,8 @@ def train(
 
     Returns:
         ``epochs``, ``train_loss``, ``validation_accuracy`` (None without such samples), ``skipped`` batches,
-        ``refreshes`` of K-FAC's statistics, ``test_accuracy`` and ``seconds``.
+        ``refreshes`` of K-FAC's statistics, ``test_accuracy`` and ``seconds``; of networks for masks
+        ``validation_max_f`` and so on (see ``Task.reported``) in place of the accuracies.
 
     Raises:
         UsageError: the data, the network or the output are unusable, or there is nothing to resume.
@@ -86,7 +87,7 @@ def train(
     _check_same(ranks, config, data)
     with torch.random.fork_rng(devices=[ranks.device] if ranks.device.type == "cuda" else []):
         torch.manual_seed(config.seed)
-        run = _Run(config, settings, data, ranks)
+        run = _Run(config, settings, data, ranks, fresh=not resume)
         if resume:
             run.restore(kept)
             progress.line(f"resumed after epoch {run.epoch} of {settings.epochs}")
@@ -115,7 +116,7 @@ def _epochs(run: _Run, kept: Path, progress: Progress) -> None:
 def _finish(run: _Run, output: Path) -> None:
     """Measure on the test samples and write the output."""
     if run.data.test is not None:
-        run.metrics["test_accuracy"] = run.accuracy(run.data.test)
+        run.metrics |= run.task.reported("test", run.measure(run.data.test))
     run.save(output, unfinished=False)
 
 
@@ -136,17 +137,13 @@ def _check_files(output: Path, kept: Path, *, resume: bool, overwrite: bool) -> 
 
 
 def _check_data(data: DataSplits, config: TrainConfig) -> None:
-    if data.train is None or data.train.labels is None or data.num_classes is None:
-        raise UsageError(f"{config.data} has no labels: training needs class subfolders, or y in an .npz")
-    if len(data.train) < 2:
+    if data.train is not None and len(data.train) < 2:
         raise UsageError(f"{config.data} has {len(data.train)} training sample: give at least 2")
-    absent = sorted(set(range(data.num_classes)) - set(data.train.labels.tolist()))
-    if absent:
-        shown = ", ".join(map(str, absent[:5])) + (", …" if len(absent) > 5 else "")
-        raise UsageError(
-            f"{config.data}: of the labels 0..{data.num_classes - 1}, {len(absent)} have no training sample "
-            f"({shown}): number the classes from 0 without gaps"
-        )
+    task = task_for(data)
+    task.check(data)
+    check_network(config.arch, task, config.data)
+    if config.fisher is not None and data.dense:
+        raise UsageError("--fisher samples classes: leave it out for data with masks")
 
 
 def _check_same(ranks: Ranks, config: TrainConfig, data: DataSplits) -> None:
@@ -218,21 +215,24 @@ class _OnDevice(nn.Module):
 class _Run:
     """Everything that changes during training."""
 
-    def __init__(self, config: TrainConfig, settings: Settings, data: DataSplits, ranks: Ranks) -> None:
+    def __init__(
+        self, config: TrainConfig, settings: Settings, data: DataSplits, ranks: Ranks, *, fresh: bool = True
+    ) -> None:
         self.config, self.settings, self.data, self.ranks = config, settings, data, ranks
-        self.classes = data.num_classes or 0
+        self.task = task_for(data)
         self.train: Dataset = data.train  # type: ignore[assignment]  # checked before
-        self.stream = Stream(
-            self.train, settings, ranks, seed=config.seed, augment=config.augment, classes=self.classes
-        )
-        self.arch_args = models.arguments_for(config.arch, data.shape, self.classes)
+        self.stream = Stream(self.train, settings, ranks, self.task, seed=config.seed, augment=config.augment)
+        self.arch_args = models.arguments_for(config.arch, data.shape, data.num_classes or 1)
         self.model = models.build(config.arch, **self.arch_args).to(ranks.device)
+        encoder = config.encoder_weights
+        if encoder is not None and fresh:
+            ranks.lead(lambda: load_encoder(self.model, encoder, config.arch))
         if config.sync_bn:
             self.model = convert_sync_batch_norm(self.model)
         ranks.share_model(self.model)
         self.optimizer = make_optimizer(self.model, config, settings)
         self.updater = Updater(
-            self.model, self.optimizer, ranks, size=self.stream.size, precision=config.precision
+            self.model, self.optimizer, ranks, self.task, size=self.stream.size, precision=config.precision
         )
         self.epoch = 0
         self.metrics: dict[str, Any] = {}
@@ -245,16 +245,14 @@ class _Run:
         for group in self.optimizer.param_groups:
             group.update(values)
 
-    def accuracy(self, dataset: Dataset) -> float:
-        """Return the share of right answers, measured by all ranks together."""
+    def measure(self, dataset: Dataset) -> dict[str, float]:
+        """Return the task's metrics, measured by all ranks together."""
         rows = np.arange(self.ranks.rank, len(dataset), self.ranks.world)
-        right, cpu = 0, self.ranks.device.type == "cpu"
-        if len(rows):
-            model = self.model if cpu else _OnDevice(self.model, self.ranks.device)
-            share = dataset if self.ranks.world == 1 else dataset.subset(rows)
-            found = measure_accuracy(model, share)
-            right = round(found.top1 * found.samples)
-        return self.ranks.total([right])[0] / len(dataset)
+        cpu = self.ranks.device.type == "cpu"
+        model = self.model if cpu else _OnDevice(self.model, self.ranks.device)
+        share = dataset if self.ranks.world == 1 else dataset.subset(rows)
+        tally = self.task.tally(model, share if len(rows) else None)
+        return self.task.metrics(self.ranks.total(tally))
 
     def save(self, path: Path, *, unfinished: bool) -> None:
         """Write a checkpoint; ``unfinished`` adds what is needed to go on. All ranks together."""
@@ -376,12 +374,12 @@ def _epoch(run: _Run, progress: Progress) -> None:
             f"the loss is {math.nan if skipped else mean} in epoch {run.epoch}: "
             f"give a smaller --lr (now {run.settings.lr:g})"
         )
-    run.metrics = {"epochs": run.epoch, "train_loss": mean, "validation_accuracy": None}
-    run.metrics["skipped"] = updater.skipped
     text = f"epoch {run.epoch}/{run.settings.epochs}  loss {mean:.4f}"
-    if run.data.validation is not None:
-        run.metrics["validation_accuracy"] = run.accuracy(run.data.validation)
-        text += f"  validation {100 * run.metrics['validation_accuracy']:.2f} %"
+    found = None if run.data.validation is None else run.measure(run.data.validation)
+    if found is not None:
+        text += f"  validation {run.task.shown(found[run.task.metric])}"
+    run.metrics = {"epochs": run.epoch, "train_loss": mean, **run.task.reported("validation", found)}
+    run.metrics["skipped"] = updater.skipped
     if isinstance(run.optimizer, KFAC):
         run.metrics["refreshes"] = updater.refreshes
         text += f"  {refreshes} refreshes in {stream.steps} steps"

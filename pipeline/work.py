@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from ul2q.pipeline.accuracy import measure_accuracy
 from ul2q.pipeline.calibrate import BatchNormChoice
 from ul2q.pipeline.checkpoint import Checkpoint
 from ul2q.pipeline.config import QuantConfig
@@ -18,6 +17,8 @@ from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.finetune import EpochResult, Loss, default_loss
 from ul2q.pipeline.graph.inputs import input_types, takes_sequences
 from ul2q.pipeline.progress import Progress
+from ul2q.pipeline.resume import Kept
+from ul2q.pipeline.tasks import Classification, Task
 
 
 @dataclass
@@ -29,13 +30,15 @@ class Work:
         data: its data.
         config: what to do.
         progress: where to report.
-        loss: fine-tuning loss.
-        metric: score of (module, dataset); None means top-1 accuracy.
+        loss: fine-tuning loss; `default_loss` means the task's.
+        metric: score of (module, dataset); None means what the task is measured by.
+        task: what the network is for.
         source: the file that the network came from.
         seconds: time of each stage.
         warnings: what the report should say.
         epochs: results of the fine-tuning.
         batch_norm: what became of the batch norm statistics.
+        kept: where finished stages are kept for a run that resumes, if anywhere.
     """
 
     model: nn.Module
@@ -44,11 +47,13 @@ class Work:
     progress: Progress
     loss: Loss = default_loss
     metric: Callable[[nn.Module, Dataset], float] | None = None
+    task: Task = field(default_factory=Classification)
     source: Checkpoint | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     epochs: list[EpochResult] = field(default_factory=list)
     batch_norm: BatchNormChoice | None = None
+    kept: Kept | None = None
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -102,15 +107,21 @@ class Work:
 
     def score(self, module: nn.Module) -> float | None:
         """Return the validation score, or None without labelled validation data."""
-        return self._score(module, self.data.validation)
+        found = self._measured(module, self.data.validation)
+        return None if found is None else found[self.metric_name]
 
-    def test_score(self, module: nn.Module) -> float | None:
-        """Return the test score, or None without labelled test data."""
-        return self._score(module, self.data.test)
+    def test_metrics(self, module: nn.Module) -> dict[str, float] | None:
+        """Return what is measured on the test samples, `metric_name` first, or None without labelled ones."""
+        return self._measured(module, self.data.test)
 
-    def _score(self, module: nn.Module, dataset: Dataset | None) -> float | None:
+    @property
+    def metric_name(self) -> str:
+        """What scores are called."""
+        return self.task.metric if self.metric is None else getattr(self.metric, "__name__", "metric")
+
+    def _measured(self, module: nn.Module, dataset: Dataset | None) -> dict[str, float] | None:
         if dataset is None or (self.metric is None and not self.data.labelled):
             return None
         if self.metric is not None:
-            return self.metric(module, dataset)
-        return measure_accuracy(module, dataset).top1
+            return {self.metric_name: self.metric(module, dataset)}
+        return self.task.measure(module, dataset)

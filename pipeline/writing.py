@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ul2q import __version__
 from ul2q.pipeline import measure, mirror
-from ul2q.pipeline.checkpoint import save_checkpoint
+from ul2q.pipeline.checkpoint import save_checkpoint, to_bytes
 from ul2q.pipeline.data import Dataset, input_batches
+from ul2q.pipeline.files import write_bytes
 from ul2q.pipeline.graph.folding import float_state_dict
 from ul2q.pipeline.graph.lower import Lowered
 from ul2q.pipeline.report import page, render, schema
@@ -51,7 +52,7 @@ def write(compressed: CompressedModel, folder: Path, with_keras: bool) -> dict[s
             state_dict=float_state_dict(work.model, compressed.prepared),
         )  # fmt: skip
     else:
-        torch.save(float_state_dict(work.model, compressed.prepared), folder / "checkpoint.pt")
+        write_bytes(folder / "checkpoint.pt", to_bytes(float_state_dict(work.model, compressed.prepared)))
     with work.stage("verify"):
         inputs = _first_samples(work.data.test or work.train, _VERIFIED_SAMPLES)
         parity, _ = verify(files.quantized, lowered, compressed.exported.code_tensors, inputs)
@@ -76,7 +77,7 @@ def write(compressed: CompressedModel, folder: Path, with_keras: bool) -> dict[s
             "size": measure.sizes(files) | _keras_size(folder),
             **counted,
             "memory": counted["memory"] | measure.memory(files),
-            "accuracy": _accuracies(work, lowered, files, twin),
+            **_accuracies(work, lowered, files, twin),
             "parity": {"onnxruntime": parity.to_dict(), "keras": keras_parity},
             "latency_ms": measure.latency(files),
             "warnings": work.warnings,
@@ -110,16 +111,29 @@ def _keras_size(folder: Path) -> dict[str, Any]:
 
 
 def _accuracies(work: Work, lowered: Lowered, files: measure.Files, twin: Any) -> dict[str, Any]:
-    test = work.data.test
-    if test is None or (work.metric is None and not work.data.labelled):
+    """Return the fields ``accuracy`` and ``metrics``; neither without labelled test samples."""
+    before, after = (work.test_metrics(module) for module in (work.model, lowered.module))
+    if work.data.test is None or before is None or after is None:
         return {}
+
+    def score(module: nn.Module) -> float | None:
+        found = work.test_metrics(module)
+        return None if found is None else found[work.metric_name]
+
     return {
-        "metric": "top1" if work.metric is None else getattr(work.metric, "__name__", "metric"),
-        "samples": len(test),
-        "float": work.test_score(work.model),
-        "quantized": work.test_score(lowered.module),
-        "onnxruntime": work.test_score(measure.OnnxModule(files.quantized)),
-        "keras": None if twin is None else work.test_score(mirror.KerasModule(twin)),
+        "accuracy": {
+            "metric": work.metric_name,
+            "samples": len(work.data.test),
+            "float": before[work.metric_name],
+            "quantized": after[work.metric_name],
+            "onnxruntime": score(measure.OnnxModule(files.quantized)),
+            "keras": None if twin is None else score(mirror.KerasModule(twin)),
+        },
+        "metrics": {
+            name: {"float": value, "quantized": after.get(name)}
+            for name, value in before.items()
+            if name != work.metric_name
+        },
     }
 
 

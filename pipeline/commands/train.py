@@ -61,6 +61,12 @@ def train(
     sync_bn: Annotated[
         bool, typer.Option("--sync-bn", help="Batch normalisation over the samples of all ranks.")
     ] = False,
+    encoder_weights: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="ResNet-50 weights that the encoder of unet and the like starts from."
+        ),
+    ] = None,
     fisher: Annotated[
         str | None,
         typer.Option(help="Collect curvature for compress in a last pass: mc (sampled labels) or empirical."),
@@ -92,7 +98,8 @@ def train(
         "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "mixup": mixup, "erase": erase,
         "damping": damping, "initial_damping": initial_damping, "kl_clip": kl_clip, "transport": transport,
         "refresh": int(refresh) if refresh is not None and refresh.isdecimal() else refresh,
-        "rescale_weights": rescale_weights, "sync_bn": sync_bn, "fisher": fisher, "precision": precision,
+        "rescale_weights": rescale_weights, "sync_bn": sync_bn, "fisher": fisher,
+        "encoder_weights": encoder_weights, "precision": precision,
         "device": device,
     }  # fmt: skip
     chosen = {key: value for key, value in given.items() if value is not None}

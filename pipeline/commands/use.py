@@ -35,7 +35,7 @@ def evaluate(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Measure the accuracy on the test samples."""
+    """Measure the accuracy on the test samples, or with masks how well salient objects are found."""
     progress = start(quiet, debug)
     from ul2q.pipeline.evaluate import evaluate_file
 
@@ -50,8 +50,9 @@ def evaluate(
     if as_json:
         print_json(result)
         return
-    top5 = "" if result["top5"] is None else f", top5 {100 * result['top5']:.2f} %"
-    typer.echo(f"top1 {100 * result['top1']:.2f} %{top5} on {result['samples']:,} test samples")
+    shares = [f"{name} {100 * result[name]:.2f} %" for name in ("top1", "top5") if result[name] is not None]
+    errors = [f"{name} {value:.4f}" for name, value in result["metrics"].items()]
+    typer.echo(f"{', '.join(shares + errors)} on {result['samples']:,} test samples")
 
 
 def run(

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ul2q.pipeline.data import Dataset, Pass
 from ul2q.pipeline.data.counter import uniforms
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.kfac import schemes
+from ul2q.pipeline.tasks import Task
 from ul2q.pipeline.training.ranks import Ranks
 from ul2q.pipeline.training.settings import Settings
 
@@ -41,17 +41,17 @@ class Stream:
     """
 
     def __init__(
-        self, dataset: Dataset, settings: Settings, ranks: Ranks, *, seed: int, augment: bool, classes: int
+        self, dataset: Dataset, settings: Settings, ranks: Ranks, task: Task, *, seed: int, augment: bool
     ) -> None:
         """Cut the batches.
 
         Args:
-            dataset: all training samples, labelled.
+            dataset: all training samples, with their targets.
             settings: of the run.
             ranks: among whom a batch is shared out.
+            task: what the targets are.
             seed: seed of order and augmentation.
             augment: vary the samples as the dataset says.
-            classes: number of classes.
 
         Raises:
             UsageError: there are more ranks than samples in a batch.
@@ -66,7 +66,7 @@ class Stream:
         inside = cut(share.stop - share.start, count)
         self.pieces = [slice(share.start + one.start, share.start + one.stop) for one in inside]
         self._dataset, self._settings, self._ranks = dataset, settings, ranks
-        self._seed, self._augment, self._classes = seed, augment, classes
+        self._seed, self._augment, self._task = seed, augment, task
         images = len(dataset.shape) == 3
         self._erase = settings.erase and images
 
@@ -79,7 +79,8 @@ class Stream:
             epoch: number of the epoch, from 0.
 
         Yields:
-            Iterators of inputs [n, ...] and targets: labels [n], or with mixup probabilities [n, classes].
+            Iterators of inputs [n, ...] and targets: labels [n], or with mixup probabilities [n, classes];
+            masks [n, 1, H, W].
         """
         one = Pass(self._dataset, seed=self._seed, epoch=epoch, augment=self._augment)
         count = len(self._dataset)
@@ -106,12 +107,12 @@ class Stream:
     ) -> tuple[Tensor, Tensor]:
         """Return the samples ``rows``, erased and mixed with the last micro-batch of the same index."""
         x, y = one.fetch(rows)
-        assert y is not None  # noqa: S101 (the data were checked to have labels)
+        assert y is not None  # noqa: S101 (the data were checked to have targets)
         if erasing is not None:
             x = schemes.random_erasing(x, erasing[rows])
         if mixing is not None:
             weights = schemes.mixup_weights(mixing[rows], self._settings.mixup)
-            x, y = schemes.running_mixup(x, F.one_hot(y, self._classes).to(x.dtype), mixed[index], weights)
+            x, y = schemes.running_mixup(x, self._task.soft_targets(y), mixed[index], weights)
             mixed[index] = (x, y)
         return x.to(self._ranks.device), y.to(self._ranks.device)
 

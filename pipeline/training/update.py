@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.utils import get_total_norm
 
 from ul2q.pipeline.config import TrainConfig
 from ul2q.pipeline.kfac import KFAC, Options
+from ul2q.pipeline.tasks import Task
 from ul2q.pipeline.training.ranks import Ranks
 from ul2q.pipeline.training.settings import SIMILAR, Settings
 
@@ -55,7 +55,14 @@ class Updater:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks, *, size: int, precision: str
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        ranks: Ranks,
+        task: Task,
+        *,
+        size: int,
+        precision: str,
     ) -> None:
         """Bring together what an update needs.
 
@@ -63,11 +70,12 @@ class Updater:
             model: the network.
             optimizer: of its parameters.
             ranks: all ranks.
+            task: whose loss is made small.
             size: samples behind one update, over all ranks.
             precision: ``float32``, or ``bfloat16`` for autocast.
         """
         self.model, self.optimizer, self._ranks = model, optimizer, ranks
-        self._size, self._half = size, precision == "bfloat16"
+        self._task, self._size, self._half = task, size, precision == "bfloat16"
         self.skipped = self.refreshes = 0
 
     def update(self, micro_batches: Iterator[tuple[Tensor, Tensor]], count: int) -> float | None:
@@ -86,7 +94,7 @@ class Updater:
             with self._accumulating(last=i == count - 1):
                 with torch.autocast(x.device.type, torch.bfloat16, enabled=self._half):
                     outputs = self.model(x)
-                loss = F.cross_entropy(outputs.float() if self._half else outputs, y, reduction="sum")
+                loss = self._task.loss(outputs.float() if self._half else outputs, y)
                 # the mean over the ranks is what gradients and K-FAC's statistics are taken of
                 (loss / (self._size / self._ranks.world)).backward()
             total += loss.item()

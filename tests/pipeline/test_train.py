@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from ul2q.pipeline import tasks
 from ul2q.pipeline import train as training
 from ul2q.pipeline.accuracy import measure_accuracy
 from ul2q.pipeline.checkpoint import load_checkpoint
@@ -182,11 +183,11 @@ def test_test_samples_are_used_once_and_after_training(
 ) -> None:
     sizes: list[int] = []
 
-    def watched(model: Any, dataset: Any) -> Any:
+    def watched(model: Any, dataset: Any, batch_size: int) -> Any:
         sizes.append(len(dataset))
-        return measure_accuracy(model, dataset)
+        return measure_accuracy(model, dataset, batch_size)
 
-    monkeypatch.setattr(training, "measure_accuracy", watched)
+    monkeypatch.setattr(tasks, "measure_accuracy", watched)
     train(config(data), tmp_path / "a.pt")
     assert sizes == [15, 15, 15, 30]
 

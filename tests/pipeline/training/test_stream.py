@@ -12,6 +12,7 @@ import torch
 from ul2q.pipeline.config import TrainConfig
 from ul2q.pipeline.data import ArrayDataset, Preprocess
 from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.tasks import Classification
 from ul2q.pipeline.training.ranks import Ranks
 from ul2q.pipeline.training.settings import resolve
 from ul2q.pipeline.training.stream import Stream, cut
@@ -24,7 +25,7 @@ def stream(rank: int = 0, world: int = 1, count: int = 50, **changes: Any) -> St
         raw, np.arange(count), Preprocess(scale=1.0), (1, 8, 8), "x", labels, 5, augmentation="affine"
     )
     settings = resolve(TrainConfig("mlp", "x", **changes))
-    return Stream(data, settings, Ranks(rank, world), seed=1, augment=True, classes=5)
+    return Stream(data, settings, Ranks(rank, world), Classification(5), seed=1, augment=True)
 
 
 def seen(one: Stream, epoch: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

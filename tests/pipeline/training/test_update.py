@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from ul2q.pipeline.config import TrainConfig
 from ul2q.pipeline.kfac import KFAC
+from ul2q.pipeline.tasks import Classification
 from ul2q.pipeline.training.ranks import Ranks
 from ul2q.pipeline.training.settings import resolve
 from ul2q.pipeline.training.update import Updater, make_optimizer
@@ -23,7 +24,7 @@ def updater(optimizer: str, precision: str = "float32", **changes: Any) -> Updat
         model = model.float()
     config = TrainConfig("mlp", "x", optimizer=optimizer, lr=0.1, **changes)
     made = make_optimizer(model, config, resolve(config))
-    return Updater(model, made, Ranks(), size=12, precision=precision)
+    return Updater(model, made, Ranks(), Classification(), size=12, precision=precision)
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
