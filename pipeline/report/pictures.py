@@ -85,7 +85,7 @@ def _bar(axis: Axis, start: float, end: float, kind: str) -> Span:
 
 
 def accuracy(report: Report) -> Chart:
-    """Return the accuracy in every framework, with its 95 % interval.
+    """Return the accuracy in every framework; top-1 with its 95 % interval.
 
     Returns:
         A row for each, with a dash for what was not measured; without rows if nothing was.
@@ -97,7 +97,9 @@ def accuracy(report: Report) -> Chart:
         "onnxruntime": values["onnxruntime"],
         "keras": values["keras"],
     }
-    intervals = {key: _interval(value, values["samples"]) for key, value in measured.items()}
+    # Only a share of right answers has this interval; a mean of scores over images has not.
+    samples = values["samples"] if values["metric"] == "top1" else None
+    intervals = {key: _interval(value, samples) for key, value in measured.items()}
     known = [end for ends in intervals.values() if ends is not None for end in ends]
     if not known:
         return Chart()

@@ -160,6 +160,15 @@ def test_every_layer_is_there_with_its_picture_or_its_reason(make_report: Make, 
     ]  # fmt: skip
 
 
+def test_the_page_speaks_of_intervals_where_it_shows_them(make_report: Make, names: list[str]) -> None:
+    values: dict[str, Any] = dict(make_report(names))
+    assert "confidence intervals" in page.html(complete(values))
+    values["accuracy"] |= {"metric": "max_f"}
+    shown = page.html(complete(values))
+    assert "confidence intervals" not in shown
+    assert "max_f on 1,000 test samples." in shown
+
+
 def test_memory_and_arithmetic_are_in_numbers(make_report: Make, names: list[str]) -> None:
     source = page.html(make_report(names))
     rows = [re.sub(r"<[^>]*>+", "|", row) for row in re.findall("<tr role=.row.>.*</tr>", source)]

@@ -80,9 +80,9 @@ def test_accuracies_lie_where_they_are_and_a_dash_says_why(make_report: Make, na
     assert by_name["Keras"].spans == by_name["Keras"].marks == ()
 
 
-def test_an_accuracy_without_samples_has_no_interval(make_report: Make, names: list[str]) -> None:
+def test_only_a_share_of_samples_has_an_interval(make_report: Make, names: list[str]) -> None:
     values: dict[str, Any] = dict(make_report(names))
-    values["accuracy"] = {"float": 0.5, "quantized": 0.5}
+    values["accuracy"] = {"metric": "max_f", "samples": 50, "float": 0.5, "quantized": 0.5}
     chart = pictures.accuracy(complete(values))
     assert (chart.low, chart.high) == ("49 %", "50 %")
     assert [len(row.spans) for row in chart.rows] == [0, 0, 0, 0]
