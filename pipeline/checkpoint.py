@@ -113,6 +113,7 @@ def load_checkpoint(
     sha256 = _sha256(path)
     if isinstance(content, dict) and content.get("format") == FORMAT:
         return _ours(content, path, sha256, arch, arch_args)
+        _check_ours(content, path, arch, trust_pickle)
     state = weights.find_state(content)
     if state is None:
         raise UsageError(f"{path} holds no weights (found {_contents(content)}): save model.state_dict()")
@@ -160,6 +161,32 @@ def load_encoder(model: nn.Module, path: str | Path, arch: str) -> None:
 def _ours(
     content: dict[str, Any], path: Path, sha256: str, arch: str | None, arch_args: Mapping[str, Any] | None
 ) -> Checkpoint:
+def _check_ours(content: dict[str, Any], path: Path, arch: str | None, trust: bool) -> None:
+    """Check what a file of ours records, which may be altered.
+
+    Raises:
+        UsageError: it is of another type, or names code that nobody has asked to run.
+    """
+    state, nothing = content.get("state_dict"), type(None)
+    types: dict[str, Any] = {
+        "arch": str, "arch_args": dict, "state_dict": dict, "data": dict | nothing,
+        "preprocess": dict | nothing, "input_shape": list | tuple | nothing,
+        "classes": list | tuple | nothing, "metrics": dict | nothing, "kfac": dict | nothing,
+        "optimizer": dict | nothing, "epoch": int | nothing, "rng": dict | nothing,
+    }  # fmt: skip
+    wrong = [key for key, kind in types.items() if not isinstance(content.get(key), kind)]
+    plain = isinstance(state, dict) and all(
+        isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in state.items()
+    )
+    if wrong or not plain:
+        raise UsageError(f"{path} is damaged ({', '.join(wrong) or 'state_dict'}): copy or download it again")
+    if arch is None and ":" in content["arch"] and not trust:
+        raise UsageError(
+            f"{path} names {content['arch']} as its network, which is code: give --arch {content['arch']} "
+            "if it is yours"
+        )
+
+
     arch = arch or content["arch"]
     args = dict(content["arch_args"] if arch_args is None else arch_args)
     model = build_network(arch, args)

@@ -1,15 +1,49 @@
-"""Outputs appear whole or not at all: written under a temporary name, flushed to disk, then renamed."""
+"""Outputs appear whole or not at all: written under a temporary name, flushed to disk, then renamed.
+
+A killed run leaves at most hidden files beside its output, named after it; ``recover`` removes them.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import os
+import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from ul2q.pipeline.errors import JobError, UsageError
+
+# Files of which every folder that this package writes has one: a folder without is somebody else's.
+_OWN = ("report.json", "config.json")
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
+_RENAME_SWAP = 2  # sys/stdio.h of macOS
+
+
+def check_folder(path: Path) -> None:
+    """Check that ``path`` can be created.
+
+    Raises:
+        UsageError: its folder is missing or read-only, or it has no name.
+        JobError: the disk is full.
+    """
+    folder = path.absolute().parent
+    if not path.absolute().name:
+        raise UsageError(f"{path} cannot be an output: name a file or folder in it")
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is no folder: make it first, or give another output")
+    try:
+        with tempfile.TemporaryFile(dir=folder):  # asking for permissions is not enough: root has them all
+            pass
+    except OSError as error:
+        if error.errno in _FULL:
+            raise JobError(f"{folder} has no space left: free some, or give another output") from error
+        raise UsageError(f"{folder} cannot be written to: give another output") from error
 
 
 def check_output(path: Path, *, overwrite: bool) -> None:
@@ -17,17 +51,22 @@ def check_output(path: Path, *, overwrite: bool) -> None:
 
     Raises:
         UsageError: it exists and may not be overwritten, or its folder is missing or read-only.
+        JobError: the disk is full.
     """
     if path.exists() and not overwrite:
         raise UsageError(f"{path} exists: give --overwrite or another output")
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise UsageError(f"{folder} is no folder: make it first, or give another output")
-    try:
-        with tempfile.TemporaryFile(dir=folder):  # asking for permissions is not enough: root has them all
-            pass
-    except OSError as error:
-        raise UsageError(f"{folder} cannot be written to: give another output") from error
+    check_folder(path)
+
+
+def check_output_folder(path: Path, *, overwrite: bool) -> None:
+    """Check, before any work is done, that the folder ``path`` can be written.
+
+    Raises:
+        UsageError: see `check_output`, or it is a folder with files that no earlier run wrote.
+    """
+    check_output(path, overwrite=overwrite)
+    if path.is_dir() and any(path.iterdir()) and not any((path / name).exists() for name in _OWN):
+        raise UsageError(f"{path} holds other files, which would be lost: give another output")
 
 
 @contextlib.contextmanager
@@ -41,6 +80,8 @@ def _one_line_errors(path: Path) -> Iterator[None]:
 
 
 def _flush_folder(folder: Path) -> None:
+    if os.name == "nt":  # there a folder cannot be opened, and renaming is journalled
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -48,23 +89,30 @@ def _flush_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _beside(path: Path, what: str) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.{what}")
+def beside(path: Path, what: str) -> Path:
+    """Return the hidden name next to ``path`` for ``what``."""
+    path = path.absolute()
+    return path.with_name(f".{path.name}.{what}")
 
 
-def write_bytes(path: Path, data: bytes | memoryview) -> None:
-    """Write ``data`` to ``path``; at every moment the file holds the old content or the new, complete.
+@contextlib.contextmanager
+def replacing_file(path: Path) -> Iterator[Path]:
+    """Give a name for a new file, which takes the place of ``path`` when the block ends without an exception.
+
+    At every moment ``path`` holds the old content or the new, complete.
+
+    Yields:
+        The temporary name beside ``path``.
 
     Raises:
         UsageError: the folder is missing or cannot be written to.
         JobError: the disk is full or failed.
     """
-    temporary = _beside(path, "tmp")
+    temporary = beside(path, f"{os.getpid()}.tmp")
     try:
         with _one_line_errors(path):
-            with temporary.open("wb") as file:
-                file.write(data)
-                file.flush()
+            yield temporary
+            with temporary.open("rb+") as file:
                 os.fsync(file.fileno())
             temporary.replace(path)
             _flush_folder(path.absolute().parent)
@@ -73,9 +121,23 @@ def write_bytes(path: Path, data: bytes | memoryview) -> None:
             temporary.unlink(missing_ok=True)
 
 
+def write_bytes(path: Path, data: bytes | memoryview) -> None:
+    """Write ``data`` to ``path`` in one step.
+
+    Raises:
+        UsageError: the folder is missing or cannot be written to.
+        JobError: the disk is full or failed.
+    """
+    with replacing_file(path) as temporary:
+        temporary.write_bytes(data)
+
+
 @contextlib.contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
     """Give an empty folder that takes the place of ``path`` when the block ends without an exception.
+
+    Where the system can swap two names at once (Linux, macOS) ``path`` is whole at every moment. Elsewhere it
+    is missing between two renames; `recover` brings it back if the run ends there.
 
     Yields:
         The temporary folder beside ``path``.
@@ -83,24 +145,91 @@ def replacing_folder(path: Path) -> Iterator[Path]:
     Raises:
         UsageError: the parent folder is missing or cannot be written to.
         JobError: the disk is full or failed.
+        OSError: the block raised it, for another reason than a full disk.
     """
-    temporary, old = _beside(path, "tmp"), _beside(path, "old")
+    temporary, old = beside(path, f"{os.getpid()}.tmp"), beside(path, f"{os.getpid()}.old")
     with _one_line_errors(path):
-        shutil.rmtree(temporary, ignore_errors=True)
+        _remove(temporary)
         temporary.mkdir()
     try:
-        yield temporary
+        try:
+            yield temporary
+        except OSError as error:
+            if error.errno in _FULL:
+                raise JobError(f"{path} could not be written: {error.strerror}") from error
+            raise
         with _one_line_errors(path):
-            for file in sorted(temporary.rglob("*")):
-                if file.is_file():
-                    with file.open("rb") as opened:
-                        os.fsync(opened.fileno())
-            if path.exists():
-                path.rename(old)
-            temporary.rename(path)
+            _flush(temporary)
+            _put(temporary, path, old)
             _flush_folder(path.absolute().parent)
     finally:
-        if old.exists() and not path.exists():
+        if os.path.lexists(old) and not os.path.lexists(path):
             old.rename(path)
-        shutil.rmtree(temporary, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+        _remove(temporary)
+        _remove(old)
+
+
+def recover(path: Path) -> None:
+    """Put right what a killed run left of ``path``: nobody else may be writing it.
+
+    An old content that was moved aside comes back where there is no new one; temporary files go.
+    """
+    path = path.absolute()
+    pattern = re.compile(rf"\.{re.escape(path.name)}\.\d+\.(tmp|old)")
+    for found in sorted(path.parent.glob(".*")):
+        if match := pattern.fullmatch(found.name):
+            if match[1] == "old" and not os.path.lexists(path):
+                found.rename(path)
+            else:
+                _remove(found)
+
+
+def _flush(folder: Path) -> None:
+    """Flush all files below ``folder``, and the folders that name them."""
+    for place, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            with (Path(place) / name).open("rb") as file:
+                os.fsync(file.fileno())
+        _flush_folder(Path(place))
+
+
+def _put(temporary: Path, path: Path, old: Path) -> None:
+    """Give ``temporary`` the name ``path``; what had it is then called ``temporary``, or else ``old``."""
+    if os.path.lexists(path):
+        if _exchange(temporary, path):
+            return
+        path.rename(old)
+    temporary.rename(path)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Swap two names at once.
+
+    Returns:
+        False where the system or the file system cannot.
+
+    Raises:
+        OSError: it can, but failed.
+    """
+    if sys.platform not in {"linux", "darwin"}:
+        return False
+    library = ctypes.CDLL(None, use_errno=True)
+    first, second = os.fsencode(a), os.fsencode(b)
+    if hasattr(library, "renameat2"):
+        failed = library.renameat2(_AT_FDCWD, first, _AT_FDCWD, second, _RENAME_EXCHANGE)
+    elif hasattr(library, "renamex_np"):
+        failed = library.renamex_np(first, second, _RENAME_SWAP)
+    else:
+        return False
+    if failed and (code := ctypes.get_errno()) not in {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}:
+        raise OSError(code, os.strerror(code), str(b))
+    return not failed
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, a link, or a folder with all that is in it."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,8 @@ def finetune(
     loss: Loss = default_loss,
     refit: Callable[[], None],
     score: Callable[[], float] | None = None,
+    resume: Mapping[str, Any] | None = None,
+    keep: Callable[[dict[str, Any]], None] | None = None,
 ) -> Iterator[EpochResult]:
     """Fine-tune ``prepared`` in place, one epoch per item of the returned iterator.
 
@@ -97,9 +99,11 @@ def finetune(
         loss: see `Loss`.
         refit: fits the activation ranges anew.
         score: validation score.
+        resume: what ``keep`` was given in an interrupted run; ``prepared`` is as it was then.
+        keep: takes, after each epoch, what is needed to go on besides the state of ``prepared``.
 
     Yields:
-        The result of each epoch.
+        The result of each epoch that is left.
     """
     config = prepared.config
     epochs = config.finetune_epochs
@@ -109,8 +113,14 @@ def finetune(
     norms = [m for m in module.modules() if isinstance(m, BATCH_NORMS)]
     optimizer = make_optimizer(module, config)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * steps_per_epoch)
-    best = (score(), copy.deepcopy(module.state_dict())) if score is not None else None
-    for epoch in range(epochs):
+    best, done = None, 0
+    if resume is not None:
+        optimizer.load_state_dict(resume["optimizer"])
+        schedule.load_state_dict(resume["schedule"])
+        best, done = resume["best"], resume["epoch"]
+    elif score is not None:
+        best = (score(), copy.deepcopy(module.state_dict()))
+    for epoch in range(done, epochs):
         module.train()
         total, count = 0.0, 0
         for given, targets in batches(epoch):
@@ -131,6 +141,9 @@ def finetune(
         result = EpochResult(epoch + 1, total / max(count, 1), score() if score is not None else None)
         if best is not None and result.score is not None and result.score >= best[0]:
             best = (result.score, copy.deepcopy(module.state_dict()))
+        if keep is not None:
+            states = {"optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
+            keep({"epoch": epoch + 1, "best": best, **states})
         yield result
     if best is not None:
         module.load_state_dict(best[1])

@@ -33,7 +33,8 @@ def find_state(content: Any) -> State | nn.Module | None:
             and (found := find_state(content[key])) is not None
         ):
             return found
-    return {str(k): v.detach() for k, v in content.items() if isinstance(v, torch.Tensor)} or None
+    pairs = ((k, v) for k, v in content.items() if isinstance(k, str) and isinstance(v, torch.Tensor))
+    return {k: v.detach() for k, v in pairs} or None
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -95,7 +96,7 @@ def fit(module: nn.Module, state: State, where: str) -> None:
 
 
 def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names)
+    return ", ".join(" ".join(name.split()) for name in names)  # a damaged file's may hold line breaks
 
 
 def _differences(expected: Mapping[str, Any], state: State) -> list[str]:

@@ -70,6 +70,9 @@ def compress(
         bool, typer.Option("--dry-run", help="Check everything, list the layers, write nothing.")
     ] = False,
     overwrite: Overwrite = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with an interrupted run of the same options.")
+    ] = False,
     trust_pickle: TrustPickle = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -101,6 +104,7 @@ def compress(
         preprocess={key: value for key, value in preprocess.items() if value is not None} or None,
         output=output,
         overwrite=overwrite,
+        resume=resume,
         dry_run=dry_run,
         trust_pickle=trust_pickle,
         to=targets(to, {"onnx", "keras"}),

@@ -33,7 +33,7 @@ def load_keras(path: str | Path) -> keras.Model:
     path = Path(path)
     keras_metadata(path)
     try:
-        model = keras.saving.load_model(path, compile=False)
+        model = keras.saving.load_model(path, compile=False, safe_mode=True)
     except _UNUSABLE as error:
         line = " ".join(str(error).split())[:200]
         raise UsageError(

@@ -247,6 +247,35 @@ def test_pickled_module_whose_class_is_missing(path: Path, tmp_path: Path) -> No
         load_checkpoint(path, trust_pickle=True)
 
 
+def test_a_file_of_ours_cannot_name_code_to_run(path: Path, tmp_path: Path) -> None:
+    target = tmp_path / "ran"
+    save_checkpoint(path, mlp(), arch="mlp", arch_args=ARGS)
+    content = torch.load(path, weights_only=True)
+    content |= {"arch": "os:system", "arch_args": {"command": f"touch {target}"}}
+    torch.save(content, path)
+    with pytest.raises(UsageError, match=r"names os:system as its network, which is code: give --arch"):
+        load_checkpoint(path)
+    assert not target.exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("state_dict", None),
+        ("state_dict", {"a": 1}),
+        ("arch", 3),
+        ("arch_args", [1]),
+        ("classes", 5),
+        ("epoch", "x"),
+    ],
+)
+def test_a_file_of_ours_with_other_types_is_damaged(path: Path, key: str, value: Any) -> None:
+    save_checkpoint(path, mlp(), arch="mlp", arch_args=ARGS)
+    torch.save(torch.load(path, weights_only=True) | {key: value}, path)
+    with pytest.raises(UsageError, match=rf"is damaged \({key}\)"):
+        load_checkpoint(path)
+
+
 @pytest.mark.parametrize("legacy", [False, True])
 def test_nothing_runs_without_trust(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, legacy: bool

@@ -325,7 +325,8 @@ def feed(name: str, folder: Path, seconds: float, count: int, seed: int) -> dict
         beside = seeds / "train-labels-idx1-ubyte"
         for one in [path, *([beside] if beside.exists() else [])]:
             shutil.copy(one, place)
-        assert attempt(read, place / path.name) == "read", f"{name}: {path.name} is no whole file"
+        outcome = attempt(read, place / path.name)
+        assert outcome == "read", f"{name}: {path.name}: {outcome}"
     resource.setrlimit(resource.RLIMIT_AS, (held() + MEMORY, resource.RLIM_INFINITY))
     tally, faults, end, i = {"read": 0, "refused": 0}, {}, time.monotonic() + seconds, 0
     while i < count and time.monotonic() < end:
