@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,3 +95,15 @@ def randomise() -> Callable[[Any], Any]:
         return module.eval()
 
     return run
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Give a file system of 1 MiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
+    if sys.platform != "linux" or os.geteuid() != 0 or subprocess.run(mount, check=False).returncode:
+        pytest.skip("making a small file system takes root on Linux")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ul2q.pipeline import files
 from ul2q.pipeline.errors import JobError, UsageError
-from ul2q.pipeline.files import check_output, replacing_folder, write_bytes
+from ul2q.pipeline.files import check_output, check_output_folder, replacing_folder, write_bytes
 
 
 def names(folder: Path) -> list[str]:
@@ -123,7 +127,62 @@ def test_failing_between_the_two_renames_puts_the_old_folder_back(
         return rename(self, new)
 
     monkeypatch.setattr(Path, "rename", once)
+    monkeypatch.setattr(files, "_exchange", lambda *_: False)
     with pytest.raises(JobError, match="could not be written: Input/output error"), replacing_folder(target):
         pass
     assert names(target) == ["old"]
     assert names(tmp_path) == ["out"]
+
+
+@pytest.mark.case("killed", outcome="works")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("way", ["swapping", "renaming"])
+def test_a_kill_before_any_system_call_leaves_the_old_or_the_new(tmp_path: Path, way: str) -> None:
+    folder = tmp_path / "x"
+    folder.mkdir()
+    command = [sys.executable, str(Path(__file__).with_name("kill_worker.py")), str(folder), way]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert found["faults"] == []
+    assert found["calls"]["write_folder, replacing"] > 15
+    assert found["calls"]["write_file, replacing"] >= 4
+
+
+def test_a_link_is_replaced_and_what_it_points_to_stays(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "old").write_text("old")
+    (tmp_path / "out").symlink_to("runs")
+    with replacing_folder(tmp_path / "out") as folder:
+        (folder / "new").write_text("new")
+    assert names(tmp_path) == ["out", "runs"]
+    assert names(tmp_path / "out") == ["new"]
+    assert names(tmp_path / "runs") == ["old"]
+
+
+def test_a_folder_of_somebody_else_is_not_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "thesis"
+    path.mkdir()
+    check_output_folder(path, overwrite=True)
+    (path / "chapter1.tex").write_text("")
+    with pytest.raises(UsageError, match="thesis holds other files, which would be lost"):
+        check_output_folder(path, overwrite=True)
+    (path / "report.json").write_text("{}")
+    check_output_folder(path, overwrite=True)
+
+
+@pytest.mark.case("disk-full", outcome="refused")
+def test_a_full_disk_loses_nothing(small_disk: Path) -> None:
+    path = small_disk / "x"
+    write_bytes(path, b"old")
+    with pytest.raises(JobError, match="x could not be written: No space left on device"):
+        write_bytes(path, bytes(2**21))
+    assert path.read_bytes() == b"old"
+    target = small_disk / "out"
+    with replacing_folder(target) as folder:
+        (folder / "a").write_text("old")
+    with pytest.raises(JobError, match="out could not be written: No space left on device"):  # noqa: PT012, SIM117
+        with replacing_folder(target) as folder:
+            (folder / "a").write_text("new")
+            (folder / "b").write_bytes(bytes(2**21))
+    assert (target / "a").read_text() == "old"
+    assert names(target) == ["a"]
+    assert names(small_disk) == ["out", "x"]
