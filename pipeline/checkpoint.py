@@ -27,6 +27,7 @@ from ul2q import models
 from ul2q.pipeline import files, weights
 from ul2q.pipeline.data import Preprocess
 from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.programs import from_exported
 from ul2q.pipeline.sniff import Kind, sniff
 
 #: value of ``format`` in a file of ours
@@ -112,14 +113,16 @@ def load_checkpoint(
     content = _read(path, kind, trust_pickle)
     sha256 = _sha256(path)
     if isinstance(content, dict) and content.get("format") == FORMAT:
-        return _ours(content, path, sha256, arch, arch_args)
         _check_ours(content, path, arch, trust_pickle)
+        return _ours(content, path, sha256, arch, arch_args)
     state = weights.find_state(content)
     if state is None:
         raise UsageError(f"{path} holds no weights (found {_contents(content)}): save model.state_dict()")
     if isinstance(state, nn.Module):
         if arch is None:
-            model = weights.unwrap(state).float()
+            model = weights.unwrap(state)
+            if not isinstance(model, torch.jit.ScriptModule):
+                model = model.float()
             weights.check_finite(model.state_dict(), str(path))
             return Checkpoint(_ready(model), path, sha256)
         state = weights.unwrap(state).state_dict()
@@ -158,9 +161,6 @@ def load_encoder(model: nn.Module, path: str | Path, arch: str) -> None:
     weights.fit(encoder, {k: v for k, v in found.items() if not k.startswith("fc.")}, str(path))
 
 
-def _ours(
-    content: dict[str, Any], path: Path, sha256: str, arch: str | None, arch_args: Mapping[str, Any] | None
-) -> Checkpoint:
 def _check_ours(content: dict[str, Any], path: Path, arch: str | None, trust: bool) -> None:
     """Check what a file of ours records, which may be altered.
 
@@ -187,6 +187,9 @@ def _check_ours(content: dict[str, Any], path: Path, arch: str | None, trust: bo
         )
 
 
+def _ours(
+    content: dict[str, Any], path: Path, sha256: str, arch: str | None, arch_args: Mapping[str, Any] | None
+) -> Checkpoint:
     arch = arch or content["arch"]
     args = dict(content["arch_args"] if arch_args is None else arch_args)
     model = build_network(arch, args)
@@ -208,7 +211,9 @@ def _check_ours(content: dict[str, Any], path: Path, arch: str | None, trust: bo
 
 
 def _ready(model: nn.Module) -> nn.Module:
-    return model.requires_grad_(True).eval()
+    for parameter in model.parameters():  # a TorchScript module has no requires_grad_ of its own
+        parameter.requires_grad_(parameter.is_floating_point())
+    return model.eval()
 
 
 def _contents(content: Any) -> str:
@@ -258,8 +263,9 @@ def _read(path: Path, kind: Kind, trust_pickle: bool) -> Any:
         except SafetensorError as error:
             raise UsageError(f"{path} is damaged ({error}): copy or download it again") from error
     if kind in {Kind.TORCHSCRIPT, Kind.PT2}:
-        reason = "which is not supported as a model" if trust_pickle else "which can run code when loaded"
-        raise UsageError(f"{path} is {kind.value}, {reason}: {_SAFE_WAY}")
+        if not trust_pickle:
+            raise UsageError(f"{path} is {kind.value}, which can run code when loaded: {_SAFE_WAY}, {_TRUST}")
+        return _read_program(path, kind)
     try:
         with torch.serialization.safe_globals(_HARMLESS), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # advice on the format, for whoever wrote the file
@@ -276,6 +282,29 @@ def _read(path: Path, kind: Kind, trust_pickle: bool) -> Any:
             f"{path} holds pickled objects ({name}), which can run code when loaded: {_SAFE_WAY}, {_TRUST}"
         )
     return _read_trusted(path)
+
+
+def _read_program(path: Path, kind: Kind) -> nn.Module:
+    """Return a trusted TorchScript or torch.export program as a module.
+
+    Raises:
+        UsageError: it is damaged, or from another version of torch.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # TorchScript is deprecated
+            if kind is Kind.TORCHSCRIPT:
+                return torch.jit.load(path, map_location="cpu").eval()
+            program = torch.export.load(path)
+    except (*_DAMAGED, pickle.UnpicklingError, AssertionError) as error:
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "damaged")
+        raise UsageError(
+            f"{path} cannot be loaded in torch {torch.__version__} ({reason}): save it again, or {_SAFE_WAY}"
+        ) from error
+    try:
+        return from_exported(program)
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from error
 
 
 def _read_trusted(path: Path) -> Any:

@@ -24,7 +24,9 @@ from torch.export import Dim, export
 from torch.utils import _pytree as pytree
 
 from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.graph.inputs import input_names
 from ul2q.pipeline.graph.rebuild import LayerBuilder
+from ul2q.pipeline.programs import as_module
 
 aten = torch.ops.aten
 
@@ -96,12 +98,18 @@ def capture(model: nn.Module, example: Sequence[Tensor]) -> Captured:
 
 def _capture(model: nn.Module, example: list[Tensor]) -> Captured:
     _check_runs(model, example)
+    original, model = model, _translated(model, example)
     try:
         with quiet():
             shapes = _dynamic_shapes(model, example)
             program = export(model, tuple(example), dynamic_shapes=shapes, strict=False)
     except _REFUSALS as error:
         reason = _first_line(error)
+        if isinstance(model, fx.GraphModule) and reason.startswith("Constraints violated"):
+            raise UsageError(
+                "the program fixes its batch size: export it with dynamic_shapes=({0: Dim.DYNAMIC},), or "
+                "trace it from code that takes the batch size from x.shape[0]"
+            ) from error
         if reason.startswith("Constraints violated"):
             raise UsageError(
                 f"{type(model).__name__} makes the batch size a number: use x.shape[0] as it is, without "
@@ -120,12 +128,21 @@ def _capture(model: nn.Module, example: list[Tensor]) -> Captured:
         # The exported graph shares its tensors with the model; a copy keeps the ties among layers.
         copy_graph(builder.build()),
         # A model that takes *inputs may tell what they are called.
-        getattr(model, "input_names", None)
-        or tuple(str(n.target) for n in unlifted.graph.nodes if n.op == "placeholder"),
+        _given_names(original) or tuple(str(n.target) for n in unlifted.graph.nodes if n.op == "placeholder"),
         tuple(builder.notes),
     )
-    _compare(model, captured.module, example)
+    _compare(original, captured.module, example)
     return captured
+
+
+def _translated(model: nn.Module, example: list[Tensor]) -> nn.Module:
+    with quiet():
+        return as_module(model, example)
+
+
+def _given_names(model: nn.Module) -> tuple[str, ...]:
+    named = isinstance(model, torch.jit.ScriptModule) or hasattr(model, "input_names")
+    return input_names(model) if named else ()
 
 
 def _dynamic_shapes(model: nn.Module, example: list[Tensor]) -> dict[str, Any]:

@@ -22,6 +22,15 @@ _CONVS: dict[Any, type[nn.Module]] = {
     aten.conv_transpose2d.input: nn.ConvTranspose2d,
     aten.conv_transpose3d.input: nn.ConvTranspose3d,
 }
+#: by rank of the weight, plain and transposed
+_BY_RANK: dict[int, tuple[Any, Any]] = {
+    3: (aten.conv1d.default, aten.conv_transpose1d.default),
+    4: (aten.conv2d.default, aten.conv_transpose2d.input),
+    5: (aten.conv3d.default, aten.conv_transpose3d.input),
+}
+_BY_PADDING: dict[int, Any] = {3: aten.conv1d.padding, 4: aten.conv2d.padding, 5: aten.conv3d.padding}
+_PRODUCTS = (aten.mm.default, aten.matmul.default, aten.addmm.default)
+_TURNS = (aten.t.default, aten.permute.default, aten.transpose.int)
 _BATCH_NORM = aten._native_batch_norm_legit_no_training.default
 _BATCH_NORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 _BATCH_NORM_TYPES = nn.modules.batchnorm._BatchNorm
@@ -74,6 +83,9 @@ class LayerBuilder:
         """Return a new graph module in eval mode, with layers in place of the aten calls."""
         self._note_unused()
         for node in list(self.graph.nodes):
+            if node.op == "call_function":
+                self._normalise(node)
+        for node in list(self.graph.nodes):
             if node.op == "call_module" and node.target == "_guards_fn":
                 self.graph.erase_node(node)
             elif node.op == "call_function":
@@ -123,6 +135,38 @@ class LayerBuilder:
             args = fx.node.map_arg(node.args, self._value)
             return node.target(*args, **fx.node.map_arg(node.kwargs, self._value))
 
+    def _normalise(self, node: Any) -> None:
+        """Give the general convolution and products with a constant matrix the form that layers have."""
+        if node.target is aten._convolution_mode.default:
+            node.target = _BY_PADDING[node.args[1].meta["val"].ndim]
+        elif node.target in (aten.convolution.default, aten._convolution.default):
+            x, weight, bias, stride, padding, dilation, transposed, output_padding, groups = node.args[:9]
+            plain, turned = _BY_RANK[weight.meta["val"].ndim]
+            node.target = turned if transposed else plain
+            rest = (stride, padding, dilation, groups)
+            node.args = (x, weight, bias, *rest)
+            if transposed:
+                node.args = (x, weight, bias, stride, padding, output_padding, groups, dilation)
+        elif node.target in _PRODUCTS and not node.kwargs:
+            bias, x, matrix = node.args if len(node.args) == 3 else (None, *node.args)
+            operands = [v for v in (bias, matrix) if v is not None]
+            if not all(v in self.constant for v in operands) or x in self.constant:
+                return
+            shapes = [v.meta["val"].ndim for v in operands]
+            if shapes[-1] != 2 or x.meta["val"].ndim < 2 or (bias is not None and shapes[0] != 1):
+                return
+            node.target, node.args = aten.linear.default, (x, self._turned(node, matrix), bias)
+
+    def _turned(self, node: fx.Node, matrix: Any) -> fx.Node:
+        """Return the node of the transposed constant ``matrix`` [I, O]."""
+        if matrix.target in _TURNS and matrix.args[0].meta["val"].ndim == 2:
+            return cast(fx.Node, matrix.args[0])
+        with self.graph.inserting_before(node):
+            turned = self.graph.call_function(aten.t.default, (matrix,))
+        turned.meta["val"] = matrix.meta["val"].t()
+        self.constant.add(turned)
+        return turned
+
     def _replace(self, node: Any) -> None:
         target = node.target
         if target in _CONVS or target is aten.linear.default:
@@ -149,7 +193,7 @@ class LayerBuilder:
             id(w),
             id(b),
             str(rest),
-            self._path(node) if weight.op == "get_attr" else weight.name,
+            self._owner(node) if weight.op == "get_attr" else weight.name,
         )
         if key not in self.by_key:
             name = self._unique(self._layer_name(node, weight))
@@ -163,6 +207,10 @@ class LayerBuilder:
         """Return the path of the module that produced ``node``; of several names of one module, the first."""
         path = stack_path(node)
         return self.canonical.get(path, path)
+
+    def _owner(self, node: fx.Node) -> str:
+        """Return what tells layers with the same tensors apart; a program no longer knows its modules."""
+        return "" if isinstance(self.model, fx.GraphModule) else self._path(node)
 
     def _layer_name(self, node: Any, weight: fx.Node) -> str:
         path = self._path(node)
