@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from ul2q.pipeline.data import Dataset, DataSplits, batches, load_data
 from ul2q.pipeline.errors import JobError, UsageError
 from ul2q.pipeline.files import check_output
 from ul2q.pipeline.kfac import KFAC, collect_factors, convert_sync_batch_norm
+from ul2q.pipeline.lock import claimed
 from ul2q.pipeline.progress import Progress
 from ul2q.pipeline.tasks import check_network, task_for
 from ul2q.pipeline.training.ranks import Ranks
@@ -72,7 +73,8 @@ def train(
         ``validation_max_f`` and so on (see ``Task.reported``) in place of the accuracies.
 
     Raises:
-        UsageError: the data, the network or the output are unusable, or there is nothing to resume.
+        UsageError: the data, the network or the output are unusable, another run is writing the output, or
+            there is nothing to resume.
         JobError: the loss is no longer finite, or another rank has ended.
     """
     started = time.monotonic()
@@ -81,25 +83,26 @@ def train(
     if config.sync_bn and ranks.world == 1:
         raise UsageError("--sync-bn needs several ranks: start with torchrun, or leave it out")
     kept = partial_path(output)
-    ranks.lead(lambda: _check_files(output, kept, resume=resume, overwrite=overwrite))
-    data = load_data(config.data)
-    _check_data(data, config)
-    _check_same(ranks, config, data)
-    with torch.random.fork_rng(devices=[ranks.device] if ranks.device.type == "cuda" else []):
-        torch.manual_seed(config.seed)
-        run = _Run(config, settings, data, ranks, fresh=not resume)
-        if resume:
-            run.restore(kept)
-            progress.line(f"resumed after epoch {run.epoch} of {settings.epochs}")
-        try:
-            _epochs(run, kept, progress)
-            _finish(run, output)
-        except JobError as error:
-            if isinstance(error, DivergedError) or run.epoch == 0:
-                raise
-            raise JobError(f"{error}; {kept} has all complete epochs: --resume goes on") from error
-    if ranks.first:
-        kept.unlink(missing_ok=True)
+    with ExitStack() as held:
+        ranks.lead(lambda: _claim(held, output, kept, resume=resume, overwrite=overwrite))
+        data = load_data(config.data)
+        _check_data(data, config)
+        _check_same(ranks, config, data)
+        with torch.random.fork_rng(devices=[ranks.device] if ranks.device.type == "cuda" else []):
+            torch.manual_seed(config.seed)
+            run = _Run(config, settings, data, ranks, fresh=not resume)
+            if resume:
+                run.restore(kept)
+                progress.line(f"resumed after epoch {run.epoch} of {settings.epochs}")
+            try:
+                _epochs(run, kept, progress)
+                _finish(run, output)
+            except JobError as error:
+                if isinstance(error, DivergedError) or run.epoch == 0:
+                    raise
+                raise JobError(f"{error}; {kept} has all complete epochs: --resume goes on") from error
+        if ranks.first:
+            kept.unlink(missing_ok=True)
     return {**run.metrics, "seconds": round(time.monotonic() - started, 1)}
 
 
@@ -125,7 +128,13 @@ def partial_path(output: Path) -> Path:
     return output.with_name(f"{output.stem}.unfinished{output.suffix}")
 
 
-def _check_files(output: Path, kept: Path, *, resume: bool, overwrite: bool) -> None:
+def _claim(held: ExitStack, output: Path, kept: Path, *, resume: bool, overwrite: bool) -> None:
+    """Hold ``output`` against other runs until ``held`` is closed, and check it.
+
+    Raises:
+        UsageError: another run holds it, it exists, or there is nothing to resume.
+    """
+    held.enter_context(claimed(output, kept))
     if resume and not kept.exists():
         state = f"{output} is complete" if output.exists() else f"{kept} does not exist"
         raise UsageError(f"{state}: there is no interrupted run to resume")

@@ -1,4 +1,4 @@
-"""Kill writers before each of their system calls; print how many there are, and all states that are not whole.
+"""Kill writers before each of their system calls; print their number, and every state that is not whole.
 
 Forks, so it must run in a process of its own, without threads.
 """
