@@ -142,13 +142,14 @@ class TrainConfig(_Config):
         arch: name in ``ul2q.models``.
         data: data source as given on the command line.
         optimizer: kfac, sgd or adam.
-        recipe: a row of the paper's table (``ul2q.pipeline.kfac.RECIPES``): schedule and starting values.
+        recipe: a schedule and starting values by name, from ``ul2q.pipeline.training.recipes``: ``osawa-…``
+            for kfac, ``ul2q-…`` for sgd.
         epochs: passes over the training data (12).
         batch_size: samples computed at once, over all ranks (64).
         simulate_batch: samples behind one update, in as many batches as it takes; None means one batch.
         lr: learning rate; the default is the optimiser's.
         momentum: momentum of kfac and sgd (0.9).
-        weight_decay: L2 penalty.
+        weight_decay: L2 penalty (0.0001).
         damping: K-FAC damping λ (0.03).
         initial_damping: λ of the first step, which falls to ``damping`` while the learning rate rises.
         kl_clip: norm guard of K-FAC (0.001, with a recipe off); 0 switches it off.
@@ -176,7 +177,7 @@ class TrainConfig(_Config):
     simulate_batch: int | None = None
     lr: float | None = None
     momentum: float | None = None
-    weight_decay: float = 1e-4
+    weight_decay: float | None = None
     damping: float | None = None
     initial_damping: float | None = None
     kl_clip: float | None = None

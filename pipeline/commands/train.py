@@ -26,7 +26,7 @@ def train(
     optimizer: Annotated[str, typer.Option(help="kfac, sgd or adam.")] = "kfac",
     recipe: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Schedule and values of the paper's table, e.g. osawa-8192."),
+        typer.Option(metavar="NAME", help="Schedule and values of a paper, e.g. osawa-8192, ul2q-lenet5."),
     ] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the training data.")] = None,
     batch_size: Annotated[

@@ -6,6 +6,7 @@ network or data set the learning rate and the damping must be searched again.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +55,20 @@ class Recipe:
         """
         lr = self.lr * schemes.polynomial_decay(epoch, self.start, self.end, self.power)
         return {"lr": lr, "momentum": schemes.tied_momentum(self.momentum, lr, self.lr)}
+
+    def stretched(self, epochs: int, lr: float, momentum: float) -> Recipe:
+        """Return the recipe for another number of epochs, with other values.
+
+        Args:
+            epochs: epochs of training; start and end of the decay move with them.
+            lr: η_0.
+            momentum: m_0.
+
+        Returns:
+            The new recipe.
+        """
+        start, end = (e * epochs / self.epochs for e in (self.start, self.end))
+        return dataclasses.replace(self, epochs=epochs, lr=lr, momentum=momentum, start=start, end=end)
 
     def apply(self, groups: list[dict[str, Any]], epoch: float) -> None:
         """Set the schedule in the parameter groups of an optimiser.

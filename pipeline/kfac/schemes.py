@@ -7,6 +7,7 @@ that it can be a function of seed, epoch and sample, whatever the number of rank
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -28,6 +29,21 @@ def polynomial_decay(epoch: float, start: float, end: float, power: float) -> fl
     """
     share = (epoch - start) / (end - start)
     return (1 - min(max(share, 0.0), 1.0)) ** power
+
+
+def step_decay(lr: float, epoch: float, steps: Sequence[float], factor: float) -> float:
+    """A learning rate multiplied by a factor at every step.
+
+    Args:
+        lr: learning rate of the first epoch.
+        epoch: epochs done, a fraction within an epoch.
+        steps: epochs done at the steps; the new rate holds from there on.
+        factor: the factor.
+
+    Returns:
+        lr · factor^(number of steps so far).
+    """
+    return lr * factor ** sum(epoch >= step for step in steps)
 
 
 def tied_momentum(momentum: float, lr: float, initial_lr: float) -> float:

@@ -9,11 +9,12 @@ from typing import TypeVar
 
 from ul2q.pipeline.config import TrainConfig
 from ul2q.pipeline.errors import UsageError
-from ul2q.pipeline.kfac import Recipe, recipe, schemes
+from ul2q.pipeline.kfac import Recipe, schemes
+from ul2q.pipeline.training.recipes import StepRecipe, find
 
 T = TypeVar("T")
 
-EPOCHS, BATCH_SIZE, MOMENTUM = 12, 64, 0.9
+EPOCHS, BATCH_SIZE, MOMENTUM, WEIGHT_DECAY = 12, 64, 0.9, 1e-4
 #: learning rates that suit all networks here, chosen on validation digits of mnist5k
 LEARNING_RATES = {"kfac": 0.05, "sgd": 0.05, "adam": 2e-3}
 #: λ and norm guard of K-FAC, chosen likewise; without the guard, networks without batch norm diverge
@@ -31,7 +32,6 @@ KFAC_ONLY = {
     "refresh": "--refresh",
     "transport": "--transport",
     "rescale_weights": "--rescale-weights",
-    "recipe": "--recipe",
 }
 
 
@@ -45,6 +45,7 @@ class Settings:
         update_size: samples behind one update, at least ``batch_size``.
         lr: largest learning rate.
         momentum: momentum at that learning rate.
+        weight_decay: L2 penalty.
         damping: λ of K-FAC.
         initial_damping: λ of the first step.
         kl_clip: norm guard of K-FAC, None without.
@@ -60,6 +61,7 @@ class Settings:
     update_size: int
     lr: float
     momentum: float
+    weight_decay: float
     damping: float
     initial_damping: float
     kl_clip: float | None
@@ -67,7 +69,7 @@ class Settings:
     mixup: float
     erase: bool
     rescale_weights: bool
-    recipe: Recipe | None
+    recipe: Recipe | StepRecipe | None
 
     def at(self, step: int, steps_per_epoch: int) -> dict[str, float]:
         """Return ``lr``, ``momentum`` and ``damping`` of a step of the run.
@@ -77,7 +79,7 @@ class Settings:
         """
         if self.recipe is not None:
             values = self.recipe.at(step / steps_per_epoch)
-            warm = self.recipe.start * steps_per_epoch
+            warm = self.recipe.start * steps_per_epoch if isinstance(self.recipe, Recipe) else 0
         else:
             steps = steps_per_epoch * self.epochs
             share = schedule(step, steps)
@@ -113,7 +115,8 @@ def resolve(config: TrainConfig) -> Settings:
         for field, option in KFAC_ONLY.items():
             if getattr(config, field) is not None:
                 raise UsageError(f"{option} is of K-FAC: leave it out, or give --optimizer kfac")
-    row = None if config.recipe is None else recipe(config.recipe)
+    row = None if config.recipe is None else find(config.recipe, config.optimizer)
+    large = row if isinstance(row, Recipe) else None
     epochs = _first(config.epochs, row.epochs if row else EPOCHS)
     batch = _first(config.batch_size, row.batch if row else BATCH_SIZE)
     if config.simulate_batch is not None and config.simulate_batch < batch:
@@ -123,7 +126,7 @@ def resolve(config: TrainConfig) -> Settings:
         )
     lr = _first(config.lr, row.lr if row else LEARNING_RATES[config.optimizer])
     momentum = _first(config.momentum, row.momentum if row else MOMENTUM)
-    damping = _first(config.damping, row.damping if row else DAMPING)
+    damping = _first(config.damping, large.damping if large else DAMPING)
     refresh = _first(config.refresh, REFRESH)
     settings = Settings(
         epochs=epochs,
@@ -131,20 +134,21 @@ def resolve(config: TrainConfig) -> Settings:
         update_size=_first(config.simulate_batch, batch),
         lr=lr,
         momentum=momentum,
+        weight_decay=_first(
+            config.weight_decay, row.weight_decay if isinstance(row, StepRecipe) else WEIGHT_DECAY
+        ),
         damping=damping,
         initial_damping=_first(config.initial_damping, damping),
-        kl_clip=_first(config.kl_clip, 0.0 if row else KL_CLIP) or None,
+        kl_clip=_first(config.kl_clip, 0.0 if large else KL_CLIP) or None,
         refresh=refresh if isinstance(refresh, int) else None,
-        mixup=_first(config.mixup, row.mixup if row else 0.0),
-        erase=_first(config.erase, row.erase if row else False),
-        rescale_weights=_first(config.rescale_weights, row.rescale_weights if row else False),
+        mixup=_first(config.mixup, large.mixup if large else 0.0),
+        erase=_first(config.erase, large.erase if large else False),
+        rescale_weights=_first(config.rescale_weights, large.rescale_weights if large else False),
         recipe=None,
     )
     if row is None:
         return settings
-    start, end = (e * epochs / row.epochs for e in (row.start, row.end))
-    row = dataclasses.replace(row, lr=lr, momentum=momentum, start=start, end=end)
-    return dataclasses.replace(settings, recipe=row)
+    return dataclasses.replace(settings, recipe=row.stretched(epochs, lr, momentum))
 
 
 def _first(given: T | None, default: T) -> T:

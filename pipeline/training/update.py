@@ -13,6 +13,7 @@ from ul2q.pipeline.config import TrainConfig
 from ul2q.pipeline.kfac import KFAC, Options
 from ul2q.pipeline.tasks import Task
 from ul2q.pipeline.training.ranks import Ranks
+from ul2q.pipeline.training.recipes import StepRecipe
 from ul2q.pipeline.training.settings import SIMILAR, Settings
 
 
@@ -24,7 +25,7 @@ def make_optimizer(model: nn.Module, config: TrainConfig, settings: Settings) ->
             lr=settings.lr,
             damping=settings.damping,
             momentum=settings.momentum,
-            weight_decay=config.weight_decay,
+            weight_decay=settings.weight_decay,
             kl_clip=settings.kl_clip,
             factor_interval=settings.refresh or 1,
             inverse_interval=settings.refresh or 1,
@@ -36,13 +37,14 @@ def make_optimizer(model: nn.Module, config: TrainConfig, settings: Settings) ->
         )
     parameters = model.parameters()
     if config.optimizer == "adam":
-        return torch.optim.AdamW(parameters, lr=settings.lr, weight_decay=config.weight_decay)
+        return torch.optim.AdamW(parameters, lr=settings.lr, weight_decay=settings.weight_decay)
     return torch.optim.SGD(
         parameters,
         lr=settings.lr,
         momentum=settings.momentum,
-        weight_decay=config.weight_decay,
-        nesterov=settings.momentum > 0,
+        weight_decay=settings.weight_decay,
+        nesterov=settings.momentum > 0
+        and not isinstance(settings.recipe, StepRecipe),  # [P] uses plain momentum
     )
 
 

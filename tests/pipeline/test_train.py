@@ -263,5 +263,7 @@ def test_configuration_reaches_the_optimiser(data: str) -> None:
     adaptive = made(optimizer="kfac", refresh="adaptive", rescale_weights=True, kl_clip=0.0)
     assert (adaptive.options.adaptive, adaptive.options.rescale_weights) == (0.1, True)
     assert adaptive.param_groups[0]["kl_clip"] is None
+    paper = made(optimizer="sgd", recipe="ul2q-vgg").param_groups[0]
+    assert [paper[k] for k in ("momentum", "nesterov", "weight_decay")] == [0.9, False, 4e-4]
     assert made(momentum=0.5).param_groups[0]["momentum"] == 0.5
     assert made().param_groups[0]["momentum"] == 0.9

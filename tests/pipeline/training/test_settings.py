@@ -44,6 +44,35 @@ def test_options_override_the_recipe() -> None:
         )
 
 
+#: [P]: batch, weight decay, and the learning rate of the epochs from the first one named on
+TABLE = {
+    "ul2q-lenet5": (50, 1e-4, {1: 0.01, 16: 0.001, 26: 0.0001}),
+    "ul2q-cifarnet": (100, 1e-4, {1: 1e-4, 121: 1e-5, 131: 1e-6}),
+    "ul2q-vgg": (100, 4e-4, {1: 0.01, 17: 0.002, 33: 0.0004, 37: 0.00008}),
+    "ul2q-resnet18": (256, 1e-4, {1: 0.1, 31: 0.01, 41: 0.001, 51: 0.0001}),
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_rates_of_the_paper(name: str) -> None:
+    batch, weight_decay, rates = TABLE[name]
+    settings = resolve(config(recipe=name, optimizer="sgd"))
+    assert (settings.batch_size, settings.weight_decay, settings.momentum) == (batch, weight_decay, 0.9)
+    assert settings.epochs > max(rates)
+    expected = 0.0
+    for epoch in range(1, settings.epochs + 1):
+        expected = rates.get(epoch, expected)
+        first, last = (settings.at(step, 7)["lr"] for step in (7 * epoch - 7, 7 * epoch - 1))
+        assert (first, last) == pytest.approx((expected, expected), rel=1e-12)
+
+
+def test_a_step_recipe_stretches_and_gives_way_to_options() -> None:
+    settings = resolve(config(recipe="ul2q-lenet5", optimizer="sgd", epochs=6, lr=1.0, weight_decay=0.0))
+    rates = [settings.at(step, 10)["lr"] for step in range(60)]  # the steps are after 3 and 5 epochs
+    assert rates == pytest.approx([1.0] * 30 + [0.1] * 20 + [0.01] * 10)
+    assert settings.weight_decay == 0.0
+
+
 def test_defaults() -> None:
     settings = resolve(config())
     assert (settings.epochs, settings.batch_size, settings.update_size) == (12, 64, 64)
@@ -68,7 +97,11 @@ def test_damping_falls_geometrically_while_the_rate_rises() -> None:
     ("changes", "message"),
     [
         ({"recipe": "osawa-1"}, "recipe is 'osawa-1': use one of osawa-4096, "),
-        ({"recipe": "osawa-4096", "optimizer": "sgd"}, "--recipe is of K-FAC: leave it out"),
+        (
+            {"recipe": "osawa-4096", "optimizer": "sgd"},
+            "--recipe osawa-4096 is for --optimizer kfac, not sgd",
+        ),
+        ({"recipe": "ul2q-vgg"}, "--recipe ul2q-vgg is for --optimizer sgd, not kfac"),
         ({"damping": 0.1, "optimizer": "adam"}, "--damping is of K-FAC"),
         ({"simulate_batch": 32}, "--simulate-batch is 32, less than the 64 samples of --batch-size"),
         ({"refresh": "often"}, "refresh is 'often': give a number of steps, or adaptive"),
