@@ -13,6 +13,9 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import torch
+from onnxscript import optimizer
+from onnxscript.rewriter import RewriteRuleSet
+from onnxscript.rewriter.rules import common as rules
 from torch import Tensor, nn
 from torch.export import Dim
 
@@ -133,6 +136,7 @@ def export_float(captured: Captured, example: Sequence[Tensor], opset: int = 21)
         UsageError: the opset is unknown.
     """
     model = _export(captured.module, example, opset)
+    _drop_zero_biases(model)
     finish(model, captured.input_names, output_names(captured.module))
     return ExportedModel(model, {}, {})
 
@@ -156,6 +160,28 @@ def _export(module: nn.Module, example: Sequence[Tensor], opset: int) -> ir.Mode
     model = exported.model
     model.ir_version = OPSETS[opset][0]
     return model
+
+
+def _drop_zero_biases(model: ir.Model) -> None:
+    """Remove the zeros that torch.onnx computes as the bias of a layer without one.
+
+    With them ONNX Runtime folds no batch norm into a convolution: the float file would run at half its speed.
+    """
+
+    def makes_zeros(node: ir.Node) -> bool:
+        scalar = node.op_type == "Cast" and _is_scalar(node.inputs[0])
+        return scalar or node.op_type in {"Shape", "Expand", "CastLike"}
+
+    optimizer.fold_constants(model, should_fold=makes_zeros)
+    found = [
+        rules.remove_optional_bias_from_conv_rule,
+        rules.remove_optional_bias_from_conv_transpose_rule,
+    ]
+    RewriteRuleSet(found).apply_to_model(model)
+
+
+def _is_scalar(value: ir.Value | None) -> bool:
+    return value is not None and value.shape is not None and len(value.shape) == 0
 
 
 def _cause(error: BaseException) -> str:

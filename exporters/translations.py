@@ -52,7 +52,7 @@ def _dequantize_weight(weight: Value, scale: Value, zero_point: int, axis: int) 
 
 
 def _dequantize_bias(bias: Value, bias_scale: Value, weight_scale: Value, in_scale: float) -> Value:
-    """Return the float bias; its scale is the product of the two others, which a long one is computed from."""
+    """Return the float bias; its scale is the product of the others, from which a long one is computed."""
     if bias_scale.shape[0] >= _LONG:
         bias_scale = op.Mul(weight_scale, _constant(in_scale, np.float32))  # folded at load
     return _dequantize_channels(bias, bias_scale, 0, np.int32)

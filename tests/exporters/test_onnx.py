@@ -410,6 +410,15 @@ def test_the_float_file_is_the_captured_network(networks: Networks, name: str) -
         np.testing.assert_allclose(a, b.detach().numpy(), atol=1e-5 * float(b.detach().abs().max()))
 
 
+def test_the_float_file_runs_as_fast_as_it_can() -> None:
+    layers = [nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU()]
+    inputs = [torch.randn(2, 3, 8, 8)]
+    found = export_float(capture(nn.Sequential(*layers).eval(), inputs), inputs).to_bytes()
+    # No bias of zeros that would keep the runtime from folding the batch norm and the ReLU.
+    assert set(runtime.operators(found)) <= {"Conv", "ReorderInput", "ReorderOutput"}
+    assert "0.weight" in {tensor.name for tensor in onnx.load_from_string(found).graph.initializer}
+
+
 def test_an_operator_without_onnx_form_is_named_in_one_line() -> None:
     class Inverse(nn.Module):
         def __init__(self) -> None:
