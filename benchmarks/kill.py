@@ -1,0 +1,154 @@
+"""Kill compress and train at random moments: the output is the old one or the new, and the next run works.
+
+    python benchmarks/kill.py [--points 50] [--seed 0] [--command compress|train]
+
+Each run is a fork of this process, killed with SIGKILL after a random share of the processor time that a
+whole run takes. Then it is started again, with --resume where something was kept, and must give the bytes of
+an uninterrupted run. Every fifth time there is no old output. Prints one JSON document; the exit code is 1 if
+anything was lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ul2q.pipeline.cli import execute
+
+State = dict[str, str]
+#: files that are the same for the same seed; the others hold times
+STABLE = {"model.onnx", "float.onnx", "checkpoint.pt", "config.json"}
+REPORTS = {"report.json", "report.md", "report.html"}
+
+
+def state(output: Path) -> State | None:
+    """Return the digests of the stable files of an output; None without one, or if it is not whole."""
+    if output.is_file():
+        return {output.name: hashlib.sha256(output.read_bytes()).hexdigest()}
+    if not output.exists():
+        return None
+    names = {path.name for path in output.iterdir()}
+    if names != STABLE | REPORTS:
+        return {"torn": ", ".join(sorted(names))}
+    json.loads((output / "report.json").read_text())
+    return {name: hashlib.sha256((output / name).read_bytes()).hexdigest() for name in sorted(STABLE)}
+
+
+def processor_seconds(process: int) -> float:
+    """Return the processor time of a running process so far."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def run(arguments: list[str], limit: float | None = None) -> tuple[int, float]:
+    """Run the command in a fork, and kill it after ``limit`` seconds on the processor.
+
+    Returns:
+        Its exit code, -9 if killed, and the processor time.
+    """
+    child = os.fork()
+    if not child:
+        silent = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silent, 1)
+        os.dup2(silent, 2)
+        os._exit(execute(arguments))
+    spent = 0.0
+    while True:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status), spent
+        spent = processor_seconds(child)
+        if limit is not None and spent >= limit:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.002)
+
+
+def points(
+    command: Callable[[int], list[str]], output: Path, unfinished: Path, count: int, seed: int
+) -> dict[str, object]:
+    """Kill ``count`` runs of ``command(seed)``, whose output is one of two.
+
+    Returns:
+        How many were killed with the old, the new or no output in place, resumed, and what went wrong.
+    """
+    references: list[State | None] = []
+    for variant in (0, 1):
+        code, whole = run([*command(variant), "--overwrite"])
+        references.append(state(output))
+        assert code == 0  # noqa: S101
+        assert references[0] != references[variant] or not variant  # noqa: S101
+    draw, current = random.Random(seed), 1  # noqa: S311
+    tally = {"killed": 0, "ended before": 0, "old": 0, "new": 0, "none": 0, "resumed": 0}
+    faults: list[str] = []
+    for point in range(count):
+        if point % 5 == 4:
+            shutil.rmtree(output) if output.is_dir() else output.unlink()
+            current = -1
+        old, new = (None if current < 0 else references[current]), 1 - max(current, 0)
+        limit = draw.uniform(0, 1.05 * whole)
+        code, spent = run([*command(new), "--overwrite"], limit)
+        tally["killed" if code == -signal.SIGKILL else "ended before"] += 1
+        found = state(output)
+        name = "new" if found == references[new] else "none" if found is None else "old"
+        tally[name] += 1
+        if found not in (old, references[new]) or (code == 0 and name != "new"):
+            faults.append(f"point {point} ({spent:.2f} s): {found}")
+        resume = unfinished.exists()
+        tally["resumed"] += resume
+        again, _ = run([*command(new), "--resume" if resume else "--overwrite"])
+        if again or state(output) != references[new]:
+            faults.append(f"point {point} ({spent:.2f} s): the next run gave {again}, {state(output)}")
+        if litter := sorted(p.name for p in output.parent.iterdir() if p.name.startswith(".")):
+            faults.append(f"point {point}: left {litter}")
+        current = new
+    return {"seconds of a whole run": round(whole, 2), **tally, "faults": faults}
+
+
+def main() -> int:
+    """Run the points of the chosen commands.
+
+    Returns:
+        1 if anything was lost.
+    """
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--points", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--command", choices=["compress", "train"])
+    options = parser.parse_args()
+    # What a run would import anyway is imported once.
+    import ul2q.pipeline.train  # noqa: F401
+
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        model = place / "model.pt"
+        arguments = ["train", "mlp", "--data", "digits", "--optimizer", "sgd", "--epochs", "12"]
+        if options.command != "compress":
+            results["train"] = points(
+                lambda seed: [*arguments, "--seed", str(seed), "-o", str(model)],
+                model, place / "model.unfinished.pt", options.points, options.seed,
+            )  # fmt: skip
+        if options.command != "train":
+            run([*arguments, "--overwrite", "-o", str(model)])
+            compress = ["compress", str(model), "--wbits", "2", "--abits", "8", "--epochs", "2"]
+            output = place / "out"
+            results["compress"] = points(
+                lambda seed: [*compress, "--seed", str(seed), "-o", str(output)],
+                output, place / ".out.unfinished", options.points, options.seed,
+            )  # fmt: skip
+    print(json.dumps(results, indent=2))
+    return int(any(result["faults"] for result in results.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
