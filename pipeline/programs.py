@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -43,7 +44,9 @@ def as_module(model: nn.Module, example: Sequence[Tensor]) -> nn.Module:
     from torch._export.converter import TS2EPConverter
 
     try:
-        program = TS2EPConverter(model, tuple(example)).convert()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about counters that no inference uses
+            program = TS2EPConverter(model, tuple(example)).convert()
     except _REFUSALS as error:
         reason = next(
             (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
