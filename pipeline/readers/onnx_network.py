@@ -40,6 +40,8 @@ _OPERATOR_NAME = re.compile(r"(Conv|ConvTranspose|Gemm|MatMul|\w*Normalization|P
 #: operators whose inputs after the first are settings
 _STEERED = {"Clip", "Pad", "Resize", "Upsample", "Slice", "Squeeze", "Unsqueeze", "Split"}
 _NARROW = {torch.float16, torch.bfloat16, torch.float64}
+# Name of the number of samples, beside the values of the graph.
+_BATCH = "@batch"
 # Elements of a constant that a few bytes of a file may ask for.
 _LARGEST_MADE = 2**26
 
@@ -78,7 +80,7 @@ class OnnxNetwork(nn.Module):
     def forward(self, *inputs: Tensor) -> Any:
         """Return the output [N, …], or the outputs by name, of ``inputs`` [N, …]."""
         values: dict[str, Any] = dict(zip(self.input_names, inputs, strict=True))
-        values.update(self.settings)
+        values.update(self.settings, **{_BATCH: inputs[0].shape[0]})
         for name, place in self.places.items():
             values[name] = attribute(self, place)
         for step in self.steps:
@@ -103,9 +105,10 @@ class OnnxNetwork(nn.Module):
             if node.op_type not in OPERATORS or not is_standard:
                 raise UnsupportedError(_unknown(node, name))
             attributes = {a.name: _attribute(a) for a in node.attribute}
+            extra = (_BATCH,) if node.op_type == "Reshape" and self.batch is not None else ()
             steps.append(
                 Step(
-                    node.op_type, name, tuple(node.input), tuple(node.output), attributes, self.opset,
+                    node.op_type, name, (*node.input, *extra), tuple(node.output), attributes, self.opset,
                     self.batch,
                 )
             )  # fmt: skip
@@ -309,12 +312,7 @@ def _layer_name(step: Step, inputs: Sequence[str], taken: set[str]) -> str:
     if re.fullmatch(r"[\w.]+\.weight", weight):
         path = weight.removesuffix(".weight")
     else:
-        parts = [part for part in re.split(r"[/.]", step.name) if part]
-        if len(parts) > 1 and re.fullmatch(
-            r"(Conv|ConvTranspose|Gemm|MatMul|\w*Normalization|PRelu|Gather)(_\d+)?", parts[-1]
-        ):
-            parts.pop()
-        path = ".".join(re.sub(r"\W", "_", part) for part in parts)
+        path = _module_path(step.name)
     reserved = set(dir(nn.Module())) | {"steps", "places", "graph", "code"}
     path = ".".join(f"{part}_" if part in reserved else part for part in path.split("."))
     candidate, n = path, 1
@@ -322,6 +320,19 @@ def _layer_name(step: Step, inputs: Sequence[str], taken: set[str]) -> str:
         n += 1
         candidate = f"{path}_{n}"
     return candidate
+
+
+def _module_path(name: str) -> str:
+    """Return the path of the module that a node's name tells, such as a.0.conv for /a/a.0/conv/Conv."""
+    parts: list[str] = []
+    for part in (p for p in name.split("/") if p):
+        if parts and part.startswith(f"{parts[-1]}."):  # the exporter repeats the name of a container
+            parts.pop()
+        parts.append(part)
+    if len(parts) > 1 and _OPERATOR_NAME.fullmatch(parts[-1]):
+        parts.pop()
+    plain_parts = [re.sub(r"\W", "_", part) for part in ".".join(parts).split(".") if part]
+    return ".".join(plain_parts)
 
 
 def shapes_of(graph: onnx.GraphProto) -> dict[str, list[int | None]]:

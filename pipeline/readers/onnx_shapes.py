@@ -73,14 +73,14 @@ def _map(value: Any, function: Callable[[Any], Any]) -> Any:
     return [function(v) for v in value] if isinstance(value, list) else function(value)
 
 
-def _reshape(step: Step, x: Any, shape: Any) -> Any:
+def _reshape(step: Step, x: Any, shape: Any, batch: Any = None) -> Any:
     if is_shape(x):
         return x if isinstance(x, list) else [x]
     sizes = numbers(step, shape)
     if not step.get("allowzero", 0):
         sizes = [x.shape[i] if isinstance(size, int) and size == 0 else size for i, size in enumerate(sizes)]
-    if step.batch is not None and sizes and isinstance(sizes[0], int) and sizes[0] == step.batch and x.ndim:
-        sizes[0] = x.shape[0]  # a file with a fixed batch size writes it here
+    if batch is not None and sizes and isinstance(sizes[0], int) and sizes[0] == step.batch:
+        sizes[0] = batch  # a file with a fixed batch size writes it here
     return x.reshape(sizes)
 
 
