@@ -6,6 +6,7 @@ same bytes in every folder and process.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from ul2q.exporters.translations import TRANSLATIONS
 from ul2q.exporters.unpacking import Unpacker
 from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.errors import UsageError
-from ul2q.pipeline.files import write_bytes
+from ul2q.pipeline.files import beside, replacing_folder, write_bytes
 from ul2q.pipeline.graph.capture import Captured, output_names, quiet
 from ul2q.pipeline.graph.layers import LoweredWeight
 from ul2q.pipeline.graph.lower import Lowered
@@ -38,6 +39,10 @@ OPSETS: dict[int, tuple[int, str]] = {
     24: (12, "1.24"), 25: (13, "1.24"),
 }  # fmt: skip
 _INT2_OPSET = 25
+# A protobuf holds less than 2 GiB; the graph around the tensors takes the rest.
+_LARGEST = 2**31 - 2**26
+# Smaller tensors stay in the file itself: shape inference needs their values.
+_APART = 1024
 
 
 @dataclass(frozen=True)
@@ -61,10 +66,37 @@ class ExportedModel:
         return bytes(proto.SerializeToString(deterministic=True))
 
     def save(self, path: Path) -> int:
-        """Return the size in bytes of the file that is written, in one step."""
+        """Write the file in one step; a model beyond 2 GB, which a protobuf cannot hold, takes a second file.
+
+        The second file holds the large tensors. It is called ``NAME.data`` and must stay beside the first.
+
+        Args:
+            path: the file.
+
+        Returns:
+            The size in bytes of what is written.
+        """
+        tensors = (value.const_value for value in self.model.graph.initializers.values())
+        if sum(tensor.nbytes for tensor in tensors if tensor is not None) > _LARGEST:
+            return self._save_apart(path)
         data = self.to_bytes()
         write_bytes(path, data)
         return len(data)
+
+    def _save_apart(self, path: Path) -> int:
+        """Return the size of ``path`` and its data file, once written; neither is ever beside another's."""
+        data = path.with_name(f"{path.name}.data")
+        temporary = beside(path, "parts")
+        with replacing_folder(temporary) as folder:
+            ir.save(self.model, folder / path.name, external_data=data.name, size_threshold_bytes=_APART)
+        try:
+            size = sum(part.stat().st_size for part in temporary.iterdir())
+            path.unlink(missing_ok=True)
+            (temporary / data.name).replace(data)
+            (temporary / path.name).replace(path)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        return size
 
 
 def export_lowered(

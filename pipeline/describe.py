@@ -72,7 +72,7 @@ def _describe_onnx(model: Path) -> dict[str, Any]:
     layers = [_recorded_layer(entry, sizes) for entry in recorded] or _plain_layers(proto, sizes)
     return {
         "file": str(model),
-        "bytes": model.stat().st_size,
+        "bytes": runtime.file_bytes(model),
         "kind": "onnx",
         "inputs": [_value(value) for value in proto.graph.input if value.name not in sizes],
         "outputs": [_value(value) for value in proto.graph.output],

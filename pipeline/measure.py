@@ -140,8 +140,8 @@ def constant_channels(weights: dict[str, LoweredWeight]) -> list[str]:
 def sizes(files: Files) -> dict[str, Any]:
     """Return the sizes of the files in bytes."""
     return {
-        "float_onnx_bytes": files.float.stat().st_size,
-        "onnx_bytes": files.quantized.stat().st_size,
+        "float_onnx_bytes": runtime.file_bytes(files.float),
+        "onnx_bytes": runtime.file_bytes(files.quantized),
     }
 
 

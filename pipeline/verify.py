@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -102,13 +101,10 @@ def _session_with(path: Path, tensors: Sequence[str]) -> tuple[Any, list[str]]:
     Raises:
         JobError: the runtime does not load the file.
     """
-    model = onnx.ModelProto()
-    model.CopyFrom(runtime.load_model(path))
-    outputs = [output.name for output in model.graph.output]
-    extra = [name for name in dict.fromkeys(tensors) if name not in outputs]
-    model.graph.output.extend(onnx.helper.make_empty_tensor_value_info(name) for name in extra)
+    model, folder = runtime.with_outputs(path, tensors)
+    outputs = [output.name for output in runtime.load_model(path, external_data=False).graph.output]
     try:
-        return runtime.session(model), outputs
+        return runtime.session(model, folder=folder), outputs
     except UsageError as error:  # of anyone else's file it would be the user's business
         raise JobError(f"{path.name} does not load in this ONNX Runtime: {error}") from error
 

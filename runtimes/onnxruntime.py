@@ -18,15 +18,28 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 import onnxruntime as ort
-from google.protobuf.message import DecodeError
 from onnxruntime.capi import onnxruntime_pybind11_state as state
 
 from ul2q.pipeline.errors import JobError, UsageError
 from ul2q.runtimes.cpu import kernels_saturate
 from ul2q.runtimes.inputs import Array, checked_feeds, example_input
+from ul2q.runtimes.onnx_files import (
+    Model,
+    data_files,
+    file_bytes,
+    first_line,
+    load_model,
+    metadata,
+    readable_file,
+    with_outputs,
+)
 
-Model = Path | str | bytes | onnx.ModelProto
+__all__ = [
+    "Model", "bench", "data_files", "file_bytes", "load_and_run_once", "load_model", "metadata", "operators",
+    "outputs", "own_peak_rss", "peak_rss", "run", "session", "with_outputs",
+]  # fmt: skip
 
+_OPTIMIZED = "session.optimized_model_external_initializers"
 _FATAL = 4  # the runtime prints nothing less: what it refuses, it raises
 _LOAD_ERRORS = (
     state.Fail,
@@ -42,91 +55,9 @@ _RUN_ERRORS = (
 )  # fmt: skip
 
 
-def _first_line(error: BaseException) -> str:
-    # The runtime's message without its prefix and without what follows the first line.
-    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return line.split(" : ")[-1] if line.startswith("[ONNXRuntimeError]") else line
-
-
-def _readable_file(path: Path) -> None:
-    """Refuse a path that cannot be a model.
-
-    Raises:
-        UsageError: ``path`` is missing, a directory or empty.
-    """
-    if path.is_dir():
-        raise UsageError(f"{path} is a directory: give an ONNX file, for example {path / 'model.onnx'}")
-    if not path.exists():
-        raise UsageError(f"{path} does not exist: give the path of an ONNX file")
-    if path.stat().st_size == 0:
-        raise UsageError(f"{path} is empty: the download or the export that made it did not finish")
-
-
-def load_model(model: Model, *, external_data: bool = True) -> onnx.ModelProto:
-    """Read an ONNX model.
-
-    Args:
-        model: a path, serialised bytes, or a model (returned as it is).
-        external_data: also read the tensors stored in files beside ``model``.
-
-    Returns:
-        The model.
-
-    Raises:
-        UsageError: the file is missing, not ONNX, or truncated.
-    """
-    if isinstance(model, onnx.ModelProto):
-        return model
-    name = "the model" if isinstance(model, bytes) else str(model)
-    try:
-        if isinstance(model, bytes):
-            proto = onnx.load_model_from_string(model)
-        else:
-            _readable_file(Path(model))
-            proto = onnx.load(model, load_external_data=external_data)
-    except DecodeError as error:
-        raise UsageError(f"{name} is not an ONNX file, or it is truncated: export it again") from error
-    except (onnx.checker.ValidationError, FileNotFoundError) as error:
-        raise UsageError(
-            f"{name} cannot be read: {_first_line(error)}; keep its data files beside it"
-        ) from error
-    if not proto.graph.node:
-        raise UsageError(f"{name} is not an ONNX file, or its graph is empty: export it again")
-    return proto
-
-
-def metadata(model: Model) -> dict[str, str]:
-    """Read the key-value strings that an exporter wrote into ``model``.
-
-    Returns:
-        Key to value.
-    """
-    return {entry.key: entry.value for entry in load_model(model, external_data=False).metadata_props}
-
-
-def session(
-    model: Model,
-    threads: int | None = None,
-    *,
-    low_memory: bool = False,
-    spinning: bool = True,
-    optimized_path: Path | None = None,
-) -> ort.InferenceSession:
-    """Load ``model`` on the CPU.
-
-    Args:
-        model: a path, serialised bytes, or a model in memory.
-        threads: threads within an operator; None lets the runtime use all cores.
-        low_memory: hand the memory of activations back after every operator.
-        spinning: idle threads spin for a while before they sleep, which is faster for one session alone.
-        optimized_path: where to write the graph that the runtime made of the model.
-
-    Returns:
-        The session.
-
-    Raises:
-        UsageError: the file is missing, not ONNX, or truncated, or this ONNX Runtime cannot load it.
-    """
+def _options(
+    threads: int | None, low_memory: bool, spinning: bool, optimized_path: Path | None, folder: Path | None
+) -> ort.SessionOptions:
     options = ort.SessionOptions()
     options.log_severity_level = _FATAL
     if kernels_saturate():  # then weights beyond +-64 need the exact kernels, which are slower elsewhere
@@ -139,12 +70,46 @@ def session(
         options.enable_cpu_mem_arena = False
     if optimized_path is not None:
         options.optimized_model_filepath = str(optimized_path)
+        # the graph is what is wanted; tensors beyond 2 GB would not fit the file
+        options.add_session_config_entry(f"{_OPTIMIZED}_file_name", f"{optimized_path.name}.data")
+        options.add_session_config_entry(f"{_OPTIMIZED}_min_size_in_bytes", "1024")
+    if folder is not None:
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+    return options
+
+
+def session(
+    model: Model,
+    threads: int | None = None,
+    *,
+    low_memory: bool = False,
+    spinning: bool = True,
+    optimized_path: Path | None = None,
+    folder: Path | None = None,
+) -> ort.InferenceSession:
+    """Load ``model`` on the CPU.
+
+    Args:
+        model: a path, serialised bytes, or a model in memory.
+        threads: threads within an operator; None lets the runtime use all cores.
+        low_memory: hand the memory of activations back after every operator.
+        spinning: idle threads spin for a while before they sleep, which is faster for one session alone.
+        optimized_path: where to write the graph that the runtime made of the model.
+        folder: where the data files of a model in memory lie.
+
+    Returns:
+        The session.
+
+    Raises:
+        UsageError: the file is missing, not ONNX, or truncated, or this ONNX Runtime cannot load it.
+    """
+    options = _options(threads, low_memory, spinning, optimized_path, folder)
     if isinstance(model, onnx.ModelProto):
         name, source = "the model", model.SerializeToString()
     elif isinstance(model, bytes):
         name, source = "the model", model
     else:
-        _readable_file(Path(model))
+        readable_file(Path(model))
         name, source = str(model), str(model)
     try:
         # its fallback would print, and try the same once more
@@ -154,9 +119,9 @@ def session(
     except (state.InvalidProtobuf, UnicodeDecodeError) as error:  # the runtime's message quotes any bytes
         raise UsageError(f"{name} is not an ONNX file, or it is truncated: export it again") from error
     except _LOAD_ERRORS as error:
-        raise UsageError(
-            f"ONNX Runtime {ort.__version__} cannot load {name}: {_first_line(error)}"
-        ) from error
+        if not isinstance(model, onnx.ModelProto | bytes):
+            data_files(model)  # which says what is wrong with them in plain words
+        raise UsageError(f"ONNX Runtime {ort.__version__} cannot load {name}: {first_line(error)}") from error
     return live
 
 
@@ -190,7 +155,7 @@ def run(
         try:
             parts.append(live.run(names, part))
         except _RUN_ERRORS as error:
-            raise JobError(f"ONNX Runtime stopped at samples {start}..: {_first_line(error)}") from error
+            raise JobError(f"ONNX Runtime stopped at samples {start}..: {first_line(error)}") from error
     for name, value in zip(names, parts[0], strict=True):
         if value.shape[:1] != (min(step, samples),):
             raise JobError(
@@ -224,15 +189,11 @@ def outputs(
     Raises:
         UsageError: the model has no such tensor, or see ``session`` and ``run``.
     """
-    copy = onnx.ModelProto()
-    copy.CopyFrom(load_model(model))
+    copy, folder = with_outputs(model, names)
     made = {name for node in copy.graph.node for name in node.output}
     if missing := [name for name in names if name not in made]:
         raise UsageError(f"the model has no tensors {missing}")
-    present = {output.name for output in copy.graph.output}
-    extra = [name for name in dict.fromkeys(names) if name not in present]
-    copy.graph.output.extend(onnx.helper.make_empty_tensor_value_info(name) for name in extra)
-    values = run(session(copy, threads), inputs, batch)
+    values = run(session(copy, threads, folder=folder), inputs, batch)
     return {name: values[name] for name in names}
 
 
@@ -343,7 +304,7 @@ def peak_rss(path: Path | str, *, low_memory: bool = False) -> int:
         JobError: the process failed.
         UsageError: the file is missing, not ONNX, or truncated.
     """
-    load_model(path, external_data=False)
+    data_files(path)
     code = f"import {__name__} as r, sys; print(r.load_and_run_once(sys.argv[1], {low_memory}))"
     command = [sys.executable, "-c", code, str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
