@@ -115,7 +115,7 @@ def session(
         # its fallback would print, and try the same once more
         live = ort.InferenceSession(source, options, providers=["CPUExecutionProvider"], enable_fallback=0)
         for value in (*live.get_inputs(), *live.get_outputs()):
-            _ = value.name  # which may be any bytes in a damaged file
+            _ = value.name, value.shape  # whose names may be any bytes in a damaged file
     except (state.InvalidProtobuf, UnicodeDecodeError) as error:  # the runtime's message quotes any bytes
         raise UsageError(f"{name} is not an ONNX file, or it is truncated: export it again") from error
     except _LOAD_ERRORS as error:
