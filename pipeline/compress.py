@@ -27,15 +27,16 @@ from ul2q.pipeline.graph.capture import Captured, capture
 from ul2q.pipeline.graph.inputs import input_names
 from ul2q.pipeline.graph.lower import Lowered, lower
 from ul2q.pipeline.graph.prepare import Prepared, prepare
-from ul2q.pipeline.loading import check_translation, load_model, load_samples
+from ul2q.pipeline.loading import check_translation, draw_samples, load_model, load_samples
 from ul2q.pipeline.lock import claimed
 from ul2q.pipeline.progress import Progress
 from ul2q.pipeline.report import schema
 from ul2q.pipeline.resume import Kept, key_of, unfinished_path
+from ul2q.pipeline.synthetic import SYNTHETIC_WARNING
 from ul2q.pipeline.tasks import task_for
 from ul2q.pipeline.weights import check_finite
 from ul2q.pipeline.work import Work
-from ul2q.pipeline.writing import write
+from ul2q.pipeline.writing import data_name, write
 
 
 @dataclass
@@ -273,6 +274,7 @@ def compress_file(
     overwrite: bool = False,
     resume: bool = False,
     dry_run: bool = False,
+    synthetic: bool = False,
     trust_pickle: bool = False,
     to: Sequence[str] = ("onnx",),
     progress: Progress | None = None,
@@ -291,6 +293,7 @@ def compress_file(
         overwrite: replace an existing directory.
         resume: go on from the stages and epochs that an interrupted run with the same options left.
         dry_run: check everything and plan the layers, but write nothing.
+        synthetic: draw inputs that match the stored statistics of the batch norms, in place of data.
         trust_pickle: allow files that can run code.
         to: what to write, "onnx" and "keras".
         progress: where to report.
@@ -302,12 +305,18 @@ def compress_file(
         UsageError: anything about model, data or output that the user has to change.
     """
     progress = progress or Progress(quiet=True)
+    if synthetic and data is not None:
+        raise UsageError("--synthetic takes the place of --data: give one of them")
     directory = output or model.with_name(f"{model.stem}-w{config.wbits}a{config.abits}")
 
     def prepared_work() -> Work:
         started = time.perf_counter()
         checkpoint, notes = load_model(model, arch, arch_args, trust_pickle)
-        splits = load_samples(checkpoint, data, input_shape, preprocess)
+        if synthetic:
+            splits = draw_samples(checkpoint, config, input_shape, preprocess, progress)
+            notes = [*notes, SYNTHETIC_WARNING]
+        else:
+            splits = load_samples(checkpoint, data, input_shape, preprocess)
         work = Work(checkpoint.model, splits, config, progress, source=checkpoint, warnings=notes)
         _check_targets(to, input_names(checkpoint.model))
         work.seconds["load"] = time.perf_counter() - started
@@ -361,6 +370,7 @@ def _plan(work: Work) -> dict[str, Any]:
             "arch": work.source.arch if work.source else None,
             "parameters": sum(p.numel() for p in work.model.parameters()),
         },
+        "data": data_name(work),
         "config": work.config.to_dict(),
         "seed": work.config.seed,
         "seconds": {},

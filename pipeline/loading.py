@@ -6,15 +6,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ul2q.pipeline import mirror
 from ul2q.pipeline.checkpoint import Checkpoint, load_checkpoint
+from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.data import DataSplits, Preprocess, load_data, load_several
 from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.graph.capture import capture
 from ul2q.pipeline.graph.inputs import input_names
+from ul2q.pipeline.progress import Progress
 from ul2q.pipeline.readers import onnx_file
 from ul2q.pipeline.readers.onnx_network import OnnxNetwork
+from ul2q.pipeline.synthetic import synthetic_splits
 
 
 def load_model(
@@ -72,13 +77,10 @@ def load_samples(
     spec = data or (checkpoint.data or {}).get("spec")
     if spec is None:
         raise UsageError(
-            f"--data is missing: {checkpoint.path.name} does not record what it was trained on; "
-            "give digits, mnist5k or a path with samples as the model takes them"
+            f"--data is missing: {checkpoint.path.name} does not record what it was trained on; give digits, "
+            "mnist5k or a path with samples as the model takes them, or, without any data, --synthetic"
         )
-    prepared = checkpoint.preprocess
-    if preprocess:
-        known = prepared.to_dict() if prepared is not None else {}
-        prepared = Preprocess.from_dict({**known, **preprocess})
+    prepared = _preprocess(checkpoint, preprocess)
     names = input_names(checkpoint.model)
     if len(names) > 1:
         return load_several(
@@ -91,3 +93,49 @@ def load_samples(
         preprocess=prepared,
         classes=checkpoint.classes,
     )
+
+
+def draw_samples(
+    checkpoint: Checkpoint,
+    config: QuantConfig,
+    input_shape: tuple[int, ...] | None,
+    preprocess: Mapping[str, Any] | None,
+    progress: Progress,
+) -> DataSplits:
+    """Draw inputs for a network without data.
+
+    Args:
+        checkpoint: the network.
+        config: number of samples and seed.
+        input_shape: shape of one input, where the checkpoint does not say it.
+        preprocess: preprocessing of raw samples; None means the one that the checkpoint records.
+        progress: where to report.
+
+    Returns:
+        The samples, without labels.
+
+    Raises:
+        UsageError: the shape of an input is not known, there are several inputs, or no batch norm tells
+            anything about them.
+    """
+    names, shape = input_names(checkpoint.model), input_shape or checkpoint.input_shape
+    if len(names) > 1:
+        raise UsageError(f"--synthetic draws one input, the network takes {', '.join(names)}: give --data")
+    if shape is None:
+        raise UsageError(
+            f"--synthetic needs --input-shape: {checkpoint.path.name} does not record what it takes"
+        )
+    generator = torch.Generator().manual_seed(config.seed)
+    captured = capture(checkpoint.model, [torch.randn((2, *shape), generator=generator)])
+    progress.line("synthetic inputs: they match what the batch norms stored")
+    return synthetic_splits(
+        captured.module, shape, count=config.samples, seed=config.seed,
+        preprocess=_preprocess(checkpoint, preprocess), progress=progress,
+    )  # fmt: skip
+
+
+def _preprocess(checkpoint: Checkpoint, given: Mapping[str, Any] | None) -> Preprocess | None:
+    known = checkpoint.preprocess
+    if not given:
+        return known
+    return Preprocess.from_dict({**(known.to_dict() if known is not None else {}), **given})

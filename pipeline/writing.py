@@ -71,6 +71,7 @@ def write(compressed: CompressedModel, folder: Path, with_keras: bool) -> dict[s
                 "arch": source.arch if source else type(work.model).__name__,
                 "parameters": sum(p.numel() for p in work.model.parameters()),
             },
+            "data": data_name(work),
             "config": compressed.config.to_dict(),
             "seed": compressed.config.seed,
             **compressed.report,
@@ -88,6 +89,11 @@ def write(compressed: CompressedModel, folder: Path, with_keras: bool) -> dict[s
     (folder / "report.md").write_text(render.markdown(report), encoding="utf-8")
     (folder / "report.html").write_text(page.html(report), encoding="utf-8")
     return dict(report)
+
+
+def data_name(work: Work) -> str:
+    """Return what the data are called in a report: the name of the source, or of its file."""
+    return Path(work.data.spec).name
 
 
 def _write_keras(

@@ -29,7 +29,10 @@ from ul2q.pipeline.options import (
 
 def compress(
     model: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="A checkpoint or a .keras file.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="MODEL", help="A checkpoint, or a float .onnx or .keras file.", show_default=False
+        ),
     ],
     wbits: Annotated[int | None, typer.Option(help="Bits of a weight, 1 to 8.")] = None,
     abits: Annotated[int | None, typer.Option(help="Bits of an activation: 8, or 32 for float.")] = None,
@@ -69,6 +72,10 @@ def compress(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, list the layers, write nothing.")
     ] = False,
+    synthetic: Annotated[
+        bool,
+        typer.Option("--synthetic", help="Without any data: draw inputs from the batch norms' statistics."),
+    ] = False,
     overwrite: Overwrite = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with an interrupted run of the same options.")
@@ -106,6 +113,7 @@ def compress(
         overwrite=overwrite,
         resume=resume,
         dry_run=dry_run,
+        synthetic=synthetic,
         trust_pickle=trust_pickle,
         to=targets(to, {"onnx", "keras"}),
         progress=progress,

@@ -168,6 +168,7 @@ class Report(TypedDict):
 
     ul2q: str
     model: Model
+    data: str | None  # what it was calibrated, tuned and tested on; "synthetic" is no data at all
     config: dict[str, Any]
     seed: int
     seconds: dict[str, float]
