@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench docs clean
+.PHONY: help demo test lint format bench docs audit clean
 
 help: ## List these targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -39,6 +39,10 @@ bench: $(READY) ## Measure every width, and compare with peers on real digits; b
 docs: $(READY) ## Write the table of inputs (docs/inputs.md), and the API reference to build/docs
 	$(BIN)/python tests/inputs_table.py
 	$(BIN)/pdoc --docformat google --math --output-directory build/docs ul2q.pipeline ul2q.exporters ul2q.runtimes ul2q.models
+
+audit: $(READY) ## Look for known vulnerabilities in what is installed (asks a server)
+	$(BIN)/pip install --quiet pip-audit
+	$(BIN)/pip-audit --skip-editable
 
 clean: ## Remove the virtual environment and everything built
 	rm -rf $(VENV) build dist demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
