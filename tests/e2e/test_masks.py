@@ -13,12 +13,13 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ul2q import models
+from ul2q import QuantConfig, compress, models
 from ul2q.models._dense import Encoder
 from ul2q.pipeline.checkpoint import load_encoder
 from ul2q.pipeline.data import load_data
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.saliency import METRICS
+from ul2q.pipeline.tasks import Dense
 from ul2q.runtimes import onnxruntime as runtime
 
 
@@ -174,3 +175,17 @@ def test_a_classifier_of_torchvision_fits_the_encoder_of_unet(tmp_path: Path) ->
     message = r"resnet50\.pt does not fit Encoder: 1 of another shape: conv1\.weight"
     with pytest.raises(UsageError, match=message):
         load_encoder(network, tmp_path / "resnet50.pt", "unet")
+
+
+def test_a_network_of_ones_own_may_answer_logits() -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.ReLU(), nn.Conv2d(6, 1, 3, padding=1))
+    x = np.random.default_rng(0).normal(size=(40, 3, 8, 8)).astype(np.float32)
+    masks = x[:, 0] > 0.7
+    config = QuantConfig(wbits=4, epochs=2, batch_size=8)
+    compressed = compress(network, (x, masks), config)
+    first, last = compressed._work.epochs
+    assert last.loss < first.loss
+    assert compressed._work.task == Dense(logits=True)
+    with pytest.raises(UsageError, match=r"answers \(3, 8, 8\) a sample, its mask is \(1, 8, 8\)"):
+        compress(nn.Conv2d(3, 3, 1), (x, masks), config)
