@@ -1,8 +1,8 @@
 """Write docs/inputs.md: every kind of difficult input, what becomes of it, and the tests that hold it.
 
-A test says which kinds it holds by ``@pytest.mark.case("kind", outcome="works")``, on itself or on one of its
-parameters. This script reads the marks from the source of the tests without running them; ``--check`` only
-compares with the committed page.
+A test says which kinds it holds by ``@pytest.mark.case("kind", ..., outcome="works")``, on itself or on one
+of its parameters. This script reads the marks from the source of the tests without running them; ``--check``
+only compares with the committed page.
 """
 
 from __future__ import annotations
@@ -181,7 +181,8 @@ def _marks(node: ast.AST) -> Iterator[tuple[str, str]]:
     for call in ast.walk(node):
         if isinstance(call, ast.Call) and ast.unparse(call.func) == "pytest.mark.case":
             outcome = next(keyword.value for keyword in call.keywords if keyword.arg == "outcome")
-            yield ast.literal_eval(call.args[0]), ast.literal_eval(outcome)
+            for kind in call.args:
+                yield ast.literal_eval(kind), ast.literal_eval(outcome)
 
 
 def marks_of(path: Path) -> Iterator[tuple[str, str, str]]:

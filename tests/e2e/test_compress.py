@@ -107,6 +107,7 @@ def test_run_takes_raw_samples_through_the_recorded_preprocessing(
     np.testing.assert_array_equal(np.load(tmp_path / "raw.out"), np.load(tmp_path / "ready.out"))
 
 
+@pytest.mark.case("same-seed", outcome="works")
 def test_the_same_seed_gives_the_same_file(
     cli: Any, checkpoint: Path, compressed: Path, tmp_path: Path
 ) -> None:
@@ -190,6 +191,7 @@ def test_unusable_checkpoints_are_named(cli: Any, own_checkpoint: Path, tmp_path
     assert "none.pt does not exist" in cli("compress", tmp_path / "none.pt", *QUICK).error()
 
 
+@pytest.mark.case("labels-outside", outcome="refused")
 def test_labels_outside_the_classes_are_named(cli: Any, own_checkpoint: Path, tmp_path: Path) -> None:
     np.savez(tmp_path / "eleven.npz", x=np.zeros((50, 1, 8, 8), np.float32), y=np.arange(50) % 11)
     assert (
@@ -204,10 +206,14 @@ def test_an_existing_output_is_kept_unless_overwritten(cli: Any, own_checkpoint:
     (folder / "precious.txt").write_text("precious")
     assert "--overwrite" in cli("compress", own_checkpoint, *QUICK, "-o", folder).error()
     assert digest(folder).keys() == {"precious.txt"}
+    assert "holds other files" in cli("compress", own_checkpoint, *QUICK, "-o", folder, "--overwrite").error()
+    assert digest(folder).keys() == {"precious.txt"}
+    (folder / "report.json").write_text("{}")
     assert cli("compress", own_checkpoint, *QUICK, "-o", folder, "--overwrite").code == 0
     assert set(digest(folder)) >= FILES
 
 
+@pytest.mark.case("interrupted", outcome="works")
 def test_an_interrupt_leaves_the_old_folder(own_checkpoint: Path) -> None:
     folder = own_checkpoint.parent / "out"
     folder.mkdir()

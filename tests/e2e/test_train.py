@@ -133,6 +133,7 @@ def test_unusable_checkpoints_are_named(cli: Any, tmp_path: Path, checkpoint: Pa
     assert "is a folder" in cli("inspect", tmp_path).error()
 
 
+@pytest.mark.case("interrupted", "resume", outcome="works")
 def test_an_interrupt_leaves_the_old_file_and_can_be_resumed(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     path.write_bytes(b"precious")

@@ -185,6 +185,38 @@ CASES = [
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
 @pytest.mark.parametrize(("name", "k", "granularity"), CASES)
+@pytest.mark.case(
+    "functional-relu",
+    "relu6",
+    "leaky-relu",
+    "sigmoid",
+    "conv-bias",
+    "groups",
+    "depthwise",
+    "dilation",
+    "stride",
+    "uneven-padding",
+    "padding-same",
+    "conv1d",
+    "conv3d",
+    "add-different-ranges",
+    "add-itself",
+    "concat-one",
+    "concat-different-ranges",
+    "gate",
+    "mean-positions",
+    "flatten-view",
+    "permute",
+    "split-chunk",
+    "pixel-shuffle",
+    "two-inputs",
+    "several-outputs",
+    "dict-output",
+    "output-read-on",
+    "unused-layer",
+    "tied-weights",
+    outcome="works",
+)
 def test_the_file_gives_the_codes_of_torch_on_integer_kernels(
     deployed: Deployed, name: str, k: int, granularity: str
 ) -> None:
@@ -238,6 +270,7 @@ class Floats(nn.Module):
         return self.head(x.amax((2, 3))).log_softmax(1)
 
 
+@pytest.mark.case("silu", "gelu", "softmax", "group-norm", "transposed-conv2d", outcome="float")
 def test_float_operators_are_listed_and_at_most_a_step_off(
     deploy: Any, randomise: Callable[[Any], Any]
 ) -> None:
@@ -295,6 +328,7 @@ def test_header_inputs_and_outputs_are_those_of_the_contract(small: Any) -> None
         np.testing.assert_array_equal(part, whole[:batch])
 
 
+@pytest.mark.case("two-inputs", "several-outputs", outcome="works")
 def test_several_inputs_and_outputs_keep_their_own_names(deployed: Deployed) -> None:
     live = runtime.session(deployed("ends", 3, "tensor").path)
     assert [spec.name for spec in live.get_inputs()] == ["image", "sequence"]
@@ -355,6 +389,7 @@ def test_long_bias_scales_are_computed_at_load(deploy: Any) -> None:
     assert runtime.operators(found.path)["QLinearConv"] == 2
 
 
+@pytest.mark.case("tied-weights", outcome="works")
 def test_weights_that_layers_share_are_stored_once(deployed: Deployed) -> None:
     found = deployed("ends", 3, "tensor")
     model = onnx.load(found.path)
@@ -364,6 +399,7 @@ def test_weights_that_layers_share_are_stored_once(deployed: Deployed) -> None:
 
 
 @pytest.mark.parametrize("opset", [18, 25])
+@pytest.mark.case("older-runtime", outcome="works")
 def test_the_oldest_and_the_newest_opset_are_written_and_load(small: Any, opset: int) -> None:
     config = QuantConfig(wbits=2, opset=opset)
     model = export_lowered(small.lowered, small.inputs, config)
@@ -376,6 +412,7 @@ def test_the_oldest_and_the_newest_opset_are_written_and_load(small: Any, opset:
 
 
 @pytest.mark.parametrize("opset", [17, 26])
+@pytest.mark.case("older-runtime", outcome="refused")
 def test_unknown_opsets_are_refused(small: Any, opset: int) -> None:
     with pytest.raises(UsageError, match=f"opset is {opset}: use one of 18, .*, 25"):
         QuantConfig(wbits=2, opset=opset)
@@ -458,6 +495,7 @@ data = exported.to_bytes() + export_float(captured, [x]).to_bytes()
 """
 
 
+@pytest.mark.case("same-seed", outcome="works")
 def test_two_processes_in_two_folders_write_the_same_bytes_without_a_trace_of_them(tmp_path: Path) -> None:
     script = tmp_path / "export it.py"
     script.write_text(EXPORT + "sys.stdout.buffer.write(data)")

@@ -102,6 +102,7 @@ def test_ranges_are_those_of_the_float_activations_and_fitting_starts_anew() -> 
 
 
 @pytest.mark.parametrize("sizes", [[1], [1, 1, 1], [5], [16, 7, 1]])
+@pytest.mark.case("one-sample", "less-than-a-batch", "partial-batch", outcome="works")
 def test_few_samples_and_partial_batches_calibrate(sizes: list[int]) -> None:
     prepared, reference = ready()
     parts = X[: sum(sizes)].split(sizes)
@@ -121,6 +122,7 @@ def test_few_samples_and_partial_batches_calibrate(sizes: list[int]) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.case("activation-not-finite", outcome="refused")
 def test_values_that_are_not_finite_stop_the_run_with_a_name(value: float) -> None:
     prepared, reference = ready(norm=False)
     bad = X.clone()

@@ -53,6 +53,7 @@ def path(tmp_path: Path) -> Path:
     "prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "net."]
 )
 @pytest.mark.parametrize("key", [None, "state_dict", "model", "model_state_dict", "net", "ema"])
+@pytest.mark.case("parallel-prefix", "compile-prefix", "nested-state", "odd-file-name", outcome="works")
 def test_wrapped_and_nested_weights(path: Path, prefix: str, key: str | None) -> None:
     model = mlp()
     state: dict[str, Any] = {prefix + k: v for k, v in model.state_dict().items()}
@@ -62,6 +63,7 @@ def test_wrapped_and_nested_weights(path: Path, prefix: str, key: str | None) ->
 
 
 @pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.case("odd-file-name", outcome="works")
 def test_both_formats_of_torch(path: Path, legacy: bool) -> None:
     model = mlp()
     torch.save(model.state_dict(), path, _use_new_zipfile_serialization=not legacy)
@@ -72,6 +74,7 @@ def test_both_formats_of_torch(path: Path, legacy: bool) -> None:
     assert all(p.requires_grad for p in loaded.model.parameters())
 
 
+@pytest.mark.case("compile-prefix", outcome="works")
 def test_weights_of_a_compiled_part_and_of_an_average(path: Path) -> None:
     model = mlp()
     inside = {k.replace("fc1.", "fc1._orig_mod."): v for k, v in model.state_dict().items()}
@@ -92,6 +95,7 @@ def test_names_that_never_agree_are_left_alone() -> None:
     assert match_names(state, ["x", "y"]) == state
 
 
+@pytest.mark.case("safetensors", outcome="works")
 def test_safetensors(path: Path) -> None:
     model = mlp()
     save_file(model.state_dict(), path)
@@ -101,6 +105,7 @@ def test_safetensors(path: Path) -> None:
         load(path)
 
 
+@pytest.mark.case("nested-state", outcome="works")
 def test_harmless_objects_beside_the_weights(path: Path) -> None:
     model = mlp()
     extra = {
@@ -115,6 +120,7 @@ def test_harmless_objects_beside_the_weights(path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.case("half-weights", "double-weights", "frozen-weights", outcome="works")
 def test_other_precisions_become_float32(path: Path, dtype: torch.dtype) -> None:
     model = mlp().to(dtype).requires_grad_(False)
     torch.save(model.state_dict(), path)
@@ -141,6 +147,7 @@ def broken(change: Callable[[dict[str, torch.Tensor]], Any]) -> dict[str, torch.
     return state
 
 
+@pytest.mark.case("wrong-keys", outcome="refused")
 def test_all_differences_are_named_and_nothing_is_loaded(path: Path) -> None:
     def change(state: dict[str, torch.Tensor]) -> None:
         state["fc1.wight"] = state.pop("fc1.weight")
@@ -159,6 +166,7 @@ def test_all_differences_are_named_and_nothing_is_loaded(path: Path) -> None:
     )
 
 
+@pytest.mark.case("wrong-keys", outcome="refused")
 def test_failing_fit_leaves_the_module_as_it_was() -> None:
     model, other = mlp(0), mlp(1)
     state = {k: v for k, v in other.state_dict().items() if k != "fc2.bias"}
@@ -167,6 +175,7 @@ def test_failing_fit_leaves_the_module_as_it_was() -> None:
     assert same(model, mlp(0))
 
 
+@pytest.mark.case("weights-not-finite", outcome="refused")
 def test_weights_that_are_not_finite_are_counted(path: Path) -> None:
     def change(state: dict[str, torch.Tensor]) -> None:
         state["fc1.bias"] = torch.tensor([1.0, np.nan, np.inf, -np.inf, 2.0])
@@ -212,6 +221,8 @@ class Evil:
 
 @pytest.mark.parametrize("legacy", [False, True])
 @pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.case("pickled-module", outcome="refused")
+@pytest.mark.case("pickled-module", outcome="trusted")
 def test_pickled_module_needs_trust(path: Path, legacy: bool, nested: bool) -> None:
     model = nn.Sequential(nn.Linear(2, 2).half(), nn.BatchNorm1d(2)).requires_grad_(False)
     torch.save({"model": model} if nested else model, path, _use_new_zipfile_serialization=not legacy)
@@ -226,6 +237,7 @@ def test_pickled_module_needs_trust(path: Path, legacy: bool, nested: bool) -> N
     assert all(p.requires_grad for p in loaded.model.parameters())
 
 
+@pytest.mark.case("pickled-parallel", outcome="trusted")
 def test_wrapped_pickled_module_is_unwrapped(path: Path) -> None:
     model = mlp()
     torch.save(nn.DataParallel(model), path)
@@ -234,6 +246,7 @@ def test_wrapped_pickled_module_is_unwrapped(path: Path) -> None:
     assert same(load(path, trust_pickle=True).model, model)
 
 
+@pytest.mark.case("pickled-module-without-class", outcome="refused")
 def test_pickled_module_whose_class_is_missing(path: Path, tmp_path: Path) -> None:
     code = (
         "import torch, sys, types; m = types.ModuleType('gone'); sys.modules['gone'] = m\n"
@@ -313,6 +326,7 @@ def test_programs_are_refused_with_the_safe_way(path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("trust", [False, True])
+@pytest.mark.case("empty-file", "text-file", outcome="refused")
 def test_files_that_are_no_checkpoints(path: Path, content: bytes, message: str, trust: bool) -> None:
     path.write_bytes(content)
     with pytest.raises(UsageError, match=message) as error:
@@ -323,6 +337,7 @@ def test_files_that_are_no_checkpoints(path: Path, content: bytes, message: str,
 
 @pytest.mark.parametrize("legacy", [False, True])
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.999])
+@pytest.mark.case("truncated-file", outcome="refused")
 def test_truncated_files(path: Path, legacy: bool, share: float) -> None:
     torch.save(mlp().state_dict(), path, _use_new_zipfile_serialization=not legacy)
     content = path.read_bytes()
@@ -331,6 +346,7 @@ def test_truncated_files(path: Path, legacy: bool, share: float) -> None:
         load(path)
 
 
+@pytest.mark.case("other-zip", outcome="refused")
 def test_a_zip_that_is_no_checkpoint(path: Path) -> None:
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("word/document.xml", "")
@@ -338,6 +354,7 @@ def test_a_zip_that_is_no_checkpoint(path: Path) -> None:
         load(path)
 
 
+@pytest.mark.case("folder-as-file", "no-permission", outcome="refused")
 def test_missing_folder_and_forbidden(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="does not exist"):
         load(path)
@@ -410,6 +427,7 @@ def saved(path: Path, **changes: Any) -> nn.Module:
     return model
 
 
+@pytest.mark.case("own-checkpoint", outcome="works")
 def test_round_trip(path: Path) -> None:
     model = saved(path)
     loaded = load_checkpoint(path)

@@ -67,6 +67,7 @@ def test_missing_folder_is_named(tmp_path: Path) -> None:
         write_bytes(tmp_path / "nowhere" / "x", b"")
 
 
+@pytest.mark.case("output-missing", "output-read-only", outcome="refused")
 def test_outputs_are_checked_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x"
     check_output(path, overwrite=False)

@@ -23,6 +23,7 @@ with claimed(Path(sys.argv[1])):
 """
 
 
+@pytest.mark.case("two-runs", outcome="refused")
 def test_a_second_run_is_told_who_is_writing(tmp_path: Path) -> None:
     path = tmp_path / "out"
     with claimed(path):
@@ -47,6 +48,7 @@ def test_the_lock_is_given_back_after_an_error(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.case("two-runs", "killed", outcome="works")
 def test_the_lock_of_a_killed_run_holds_nobody_up(tmp_path: Path) -> None:
     path = tmp_path / "out"
     with subprocess.Popen([sys.executable, "-c", HOLDER, str(path)], stdout=subprocess.PIPE) as holder:

@@ -83,6 +83,7 @@ def test_it_learns_and_records(data: str, tmp_path: Path, optimizer: str) -> Non
 
 
 @pytest.mark.parametrize("optimizer", ["kfac", "adam"])
+@pytest.mark.case("same-seed", outcome="works")
 def test_same_seed_same_bytes(data: str, tmp_path: Path, optimizer: str) -> None:
     made = []
     for name, seed, disturb in (("a.pt", 1, 5), ("b.pt", 1, 7), ("c.pt", 2, 5)):
@@ -100,6 +101,7 @@ def test_the_callers_generator_is_left_alone(data: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["kfac", "sgd", "adam"])
+@pytest.mark.case("resume", outcome="works")
 def test_an_interrupted_run_goes_on_exactly(
     data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
 ) -> None:
@@ -219,6 +221,7 @@ def test_output_is_checked_before_the_work(data: str, tmp_path: Path) -> None:
         train(config(data), tmp_path / "nowhere" / "a.pt")
 
 
+@pytest.mark.case("less-than-a-batch", outcome="works")
 def test_fewer_samples_than_a_batch(data: str, tmp_path: Path) -> None:
     train(config(data, batch_size=1000), tmp_path / "a.pt")
     assert load_checkpoint(tmp_path / "a.pt").epoch == 3

@@ -47,6 +47,7 @@ def test_outputs_gives_the_codes_inside_a_fused_model(conv: onnx.ModelProto) -> 
 
 @pytest.mark.parametrize("low_memory", [False, True])
 @pytest.mark.parametrize("batch", [1, 3, 7, 100])
+@pytest.mark.case("other-batch", outcome="works")
 def test_run_is_the_same_for_every_batch_size(conv_path: Path, batch: int, low_memory: bool) -> None:
     x = np.random.default_rng(3).standard_normal((7, 1, 6, 6)).astype(np.float32)
     _, yq = naive_codes(onnx.load(conv_path), x)
@@ -153,6 +154,7 @@ def test_bad_files_are_named(tmp_path: Path, conv: onnx.ModelProto, kind: str, m
         assert "\n" not in str(error.value)
 
 
+@pytest.mark.case("moved-file", outcome="refused")
 def test_missing_external_data_is_named(tmp_path: Path, make_matmul: MakeModel) -> None:
     path = tmp_path / "model.onnx"
     onnx.save(
@@ -169,6 +171,7 @@ def test_missing_external_data_is_named(tmp_path: Path, make_matmul: MakeModel) 
         runtime.load_model(path)
 
 
+@pytest.mark.case("newer-format", outcome="refused")
 def test_a_file_of_a_newer_format_is_refused(conv: onnx.ModelProto) -> None:
     conv.ir_version = 99
     with pytest.raises(UsageError, match=r"cannot load the model: .*99"):

@@ -72,6 +72,7 @@ def test_unlabelled_samples_have_no_targets() -> None:
 
 
 @pytest.mark.parametrize(("value", "size"), [(np.nan, 4), (np.inf, 50), (-np.inf, 1)])
+@pytest.mark.case("activation-not-finite", outcome="refused")
 def test_values_that_are_not_finite_are_named(value: float, size: int) -> None:
     data = dataset()
     data.raw[17, 0, 2, 3:5] = value

@@ -97,6 +97,7 @@ def test_npz_of_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ">f4", np.float64, np.int64, ">i4", np.int8, np.uint16, bool])
+@pytest.mark.case("wrong-dtype", outcome="works")
 def test_other_numbers_are_taken_as_they_are(tmp_path: Path, dtype: Any) -> None:
     x = (np.arange(2 * 5 * 4).reshape(2, 1, 5, 4) % 2).astype(dtype)
     out = everything(load_data(save_npz(tmp_path / "x.npz", x=x)))["train"][0]
@@ -117,6 +118,7 @@ def test_other_numbers_are_taken_as_they_are(tmp_path: Path, dtype: Any) -> None
         ((8, 5, 6), (5, 6), (5, 6)),
     ],
 )
+@pytest.mark.case("channel-order", outcome="works")
 def test_layouts(
     tmp_path: Path, shape: tuple[int, ...], wanted: tuple[int, ...] | None, seen: tuple[int, ...]
 ) -> None:
@@ -151,11 +153,13 @@ def test_npy_is_unlabelled_and_mapped(tmp_path: Path) -> None:
     assert everything(splits)["train"][1] is None
 
 
+@pytest.mark.case("one-sample", outcome="works")
 def test_one_sample_is_enough(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.ones((1, 1, 4, 4), dtype=np.float32))
     assert sizes(load_data(tmp_path / "x.npy")) == [1, 0, 0]
 
 
+@pytest.mark.case("wrong-shape", "labels-outside", outcome="refused")
 def test_model_shape_and_classes_are_checked(tmp_path: Path) -> None:
     x, y = RNG.random((8, 1, 4, 4), dtype=np.float32), np.array([0, 1, 2, 9, -1, 0, 1, 12])
     path = save_npz(tmp_path / "x.npz", x=x, y=y)
@@ -181,6 +185,7 @@ def test_model_shape_and_classes_are_checked(tmp_path: Path) -> None:
         (np.arange(3), "4 samples but 3 labels"),
     ],
 )
+@pytest.mark.case("labels-outside", outcome="refused")
 def test_unusable_labels(tmp_path: Path, y: Any, message: str) -> None:
     path = save_npz(tmp_path / "x.npz", x=np.zeros((4, 1, 2, 2), np.float32), y=y)
     with pytest.raises(UsageError, match=message):
@@ -198,6 +203,7 @@ def test_unusable_labels(tmp_path: Path, y: Any, message: str) -> None:
         ({"x": np.array([{}, {}], dtype=object)}, "pickled objects, which could run code"),
     ],
 )
+@pytest.mark.case("wrong-dtype", outcome="refused")
 def test_unusable_npz(tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         load_data(save_npz(tmp_path / "x.npz", **arrays))
@@ -425,6 +431,7 @@ def test_images_are_converted_and_resized_for_the_model(tmp_path: Path) -> None:
         load_data(tmp_path, input_shape=(2, 4, 4), preprocess=Preprocess(resize=4))
 
 
+@pytest.mark.case("unreadable-image", outcome="refused")
 def test_unreadable_image_is_named(tmp_path: Path) -> None:
     class_folders(tmp_path)
     bad = tmp_path / "dog" / "7.png"

@@ -59,6 +59,7 @@ def test_scale_follows_the_type_when_it_is_not_given() -> None:
     assert Preprocess(scale=3.0).resolve(U8, 0, 255, "x").scale == 3.0
 
 
+@pytest.mark.case("bytes-against-floats", outcome="refused")
 def test_bytes_and_floats_are_not_confused() -> None:
     with pytest.raises(UsageError, match="bytes up to 255, the model was trained on unscaled floats"):
         Preprocess(scale=1.0).resolve(U8, 0, 255, "x")

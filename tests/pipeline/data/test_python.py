@@ -89,6 +89,7 @@ TENSORS = TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
         "pair",
     ],
 )
+@pytest.mark.case("generator", outcome="works")
 def test_every_form_gives_all_samples_with_their_labels(data: Any, held_out: bool) -> None:
     splits = as_splits(data, input_shape=(1, 4, 4), num_classes=4)
     x, y = everything(splits)
@@ -143,6 +144,7 @@ def test_known_labels_are_stratified() -> None:
         assert sorted(test.labels.tolist()) == [0, 1, 2, 3]  # type: ignore[union-attr]
 
 
+@pytest.mark.case("generator", outcome="warned")
 def test_endless_data_are_cut_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="go on after 50 samples"):
         splits = as_splits(Endless(), limit=50)
@@ -152,6 +154,7 @@ def test_endless_data_are_cut_with_a_warning() -> None:
         assert len(as_splits(loader, limit=13).train or ()) == 13
 
 
+@pytest.mark.case("generator", "many-samples", outcome="works")
 def test_a_long_iterable_takes_constant_memory() -> None:
     def many() -> Iterator[torch.Tensor]:
         for _ in range(200):
@@ -187,6 +190,7 @@ def test_unusable_objects(data: Any, message: str) -> None:
         as_splits(data, input_shape=(1, 4, 4), num_classes=4)
 
 
+@pytest.mark.case("wrong-shape", "labels-outside", outcome="refused")
 def test_items_of_another_shape_or_label_are_refused_when_fetched() -> None:
     items = Items()
     items.__class__ = type("Odd", (Items,), {"__getitem__": lambda _, i: (X[i, :, : 4 - i % 2], 1)})

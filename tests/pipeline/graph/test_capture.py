@@ -189,6 +189,20 @@ def equal(a: Any, b: Any) -> bool:
 
 
 @pytest.mark.parametrize("batch", [1, 2, 7])
+@pytest.mark.case(
+    "inplace-relu",
+    "shared-relu",
+    "functional-relu",
+    "relu6",
+    "prelu",
+    "reused-layer",
+    "tied-weights",
+    "other-batch",
+    "two-inputs",
+    "dict-output",
+    "several-outputs",
+    outcome="works",
+)
 def test_outputs_are_equal_bit_for_bit(case: tuple[str, nn.Module, Captured], batch: int) -> None:
     name, model, captured = case
     inputs = examples(name, batch)
@@ -243,6 +257,7 @@ def test_layers_are_modules_again(case: tuple[str, nn.Module, Captured]) -> None
     }.get(name, set())  # fmt: skip
 
 
+@pytest.mark.case("reused-layer", outcome="works")
 def test_a_module_called_twice_is_one_module_with_two_calls() -> None:
     torch.manual_seed(0)
     alias = nn.Linear(4, 4)
@@ -253,6 +268,7 @@ def test_a_module_called_twice_is_one_module_with_two_calls() -> None:
     assert set(captured.state_dict()) == {"a.weight", "a.bias", "c.weight", "c.bias"}
 
 
+@pytest.mark.case("tied-weights", outcome="works")
 def test_tied_weights_stay_tied_and_apart_from_the_model() -> None:
     torch.manual_seed(0)
     model = nested()
@@ -291,6 +307,7 @@ def test_a_weight_that_depends_on_the_input_stays_an_operator() -> None:
     )
 
 
+@pytest.mark.case("unused-layer", outcome="works")
 def test_unused_layers_are_left_out_and_named() -> None:
     model = Net(
         lambda s, x: s.used(x), used=nn.Linear(4, 3), spare=nn.Sequential(conv(1, 1), nn.Linear(2, 2))
@@ -426,6 +443,7 @@ def failing(s: Any, x: Tensor) -> Tensor:
         (failing, "does not run on inputs of float32 [2, 4]: 'no such key'"),
     ],
 )
+@pytest.mark.case("data-dependent", "other-batch", outcome="refused")
 def test_what_cannot_be_captured_is_refused_in_one_line(
     run: Any, message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -445,6 +463,7 @@ def test_what_cannot_be_captured_is_refused_in_one_line(
         (torch.zeros(2, 4, dtype=torch.uint8), "Net does not run on inputs of uint8 [2, 4]: "),
     ],
 )
+@pytest.mark.case("other-size", outcome="refused")
 def test_inputs_that_the_model_does_not_take_are_named(example: Tensor, message: str) -> None:
     with pytest.raises(UsageError) as refused:
         capture(Net(lambda s, x: s.fc(x), fc=nn.Linear(4, 3)), [example])

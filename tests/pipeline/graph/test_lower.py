@@ -158,6 +158,16 @@ def captured_awkward() -> tuple[Any, list[Tensor]]:
         (7, "tensor"), (8, "channel"),
     ],
 )  # fmt: skip
+@pytest.mark.case(
+    "zero-tensor",
+    "constant-tensor",
+    "one-element",
+    "dead-channel",
+    "outlier",
+    "tiny-weights",
+    "weights-far-from-zero",
+    outcome="works",
+)
 def test_awkward_weights_give_the_nearest_codes_in_torch_and_in_the_file(
     deploy: Any, captured_awkward: tuple[Any, list[Tensor]], k: int, granularity: str
 ) -> None:
@@ -239,6 +249,14 @@ def keep_statistics(captured: Any, inputs: list[Tensor], **options: Any) -> Prep
 @pytest.mark.parametrize(
     ("k", "granularity"), [(1, "channel"), (2, "tensor"), (4, "channel"), (8, "tensor"), (8, "channel")]
 )
+@pytest.mark.case(
+    "bn-negative-gamma",
+    "bn-zero-gamma",
+    "bn-small-variance",
+    "bn-without-affine",
+    "bn-after-linear",
+    outcome="works",
+)
 def test_awkward_batch_norms_fold_into_scale_and_bias(
     prepared_norms: tuple[Any, list[Tensor]], k: int, granularity: str
 ) -> None:
@@ -273,6 +291,9 @@ def test_float_activations_fold_the_same_batch_norms(prepared_norms: tuple[Any, 
 # Activations
 
 
+@pytest.mark.case(
+    "constant-activation", "zero-activation", "negative-activation", "skewed-activation", outcome="works"
+)
 def test_awkward_activations_give_the_nearest_codes_in_torch_and_in_the_file(deploy: Any) -> None:
     generator = torch.Generator().manual_seed(5)
     normal = torch.randn(32, 4, generator=generator)

@@ -125,6 +125,7 @@ def test_float_values_are_rounded_once_and_only_where_integers_read_them() -> No
     }  # fmt: skip
 
 
+@pytest.mark.case("constant-branch", outcome="float")
 def test_constants_are_not_quantised_as_activations() -> None:
     def run(s: Any, x: Tensor) -> Tensor:
         return s.a(x) * s.gain.exp().unsqueeze(1) + s.gain[:, None]
@@ -224,6 +225,18 @@ def everything() -> Captured:
     return capture(Everything().eval(), INPUTS)
 
 
+@pytest.mark.case(
+    "layer-norm",
+    "group-norm",
+    "attention",
+    "embedding",
+    "lstm-gru",
+    "transposed-conv2d",
+    "bn-alone",
+    outcome="float",
+)
+@pytest.mark.case("attention", outcome="works")
+@pytest.mark.case("unused-layer", outcome="works")
 def test_every_layer_with_parameters_is_in_the_plan_once_with_its_reason(everything: Captured) -> None:
     found = prepare(everything, QuantConfig(wbits=2))
     own = {

@@ -203,6 +203,7 @@ def constant(params: ActivationParams, value: float) -> float:
 
 @pytest.mark.parametrize("fit", ["auto", "normal", "rectified", "minmax"])
 @pytest.mark.parametrize("value", [5.0, -5.0, 1e-30, 1e30, 0.0, 1e-44])
+@pytest.mark.case("constant-activation", "zero-activation", outcome="works")
 def test_constant_activations(fit: str, value: float) -> None:
     params = fit_activation(observed(np.full(100, value)), fit)
     assert params.scale > 0
@@ -216,6 +217,7 @@ def test_constant_activations(fit: str, value: float) -> None:
 
 
 @pytest.mark.parametrize("fit", ["auto", "normal", "rectified", "minmax"])
+@pytest.mark.case("skewed-activation", outcome="works")
 def test_skewed_activations(fit: str) -> None:
     spike = np.zeros(100_000)
     spike[7] = 1e6

@@ -243,6 +243,7 @@ def test_the_common_offset_is_near_the_best(lean: float) -> None:
 @pytest.mark.parametrize("k", WIDTHS)
 @pytest.mark.parametrize("granularity", BOTH)
 @pytest.mark.parametrize("mean", [1000.0, -1000.0, 1e6])
+@pytest.mark.case("weights-far-from-zero", outcome="works")
 def test_a_mean_far_from_zero(k: int, granularity: str, mean: float) -> None:
     w = normal(mean)
     q, grid = quantize_weight(w, k, granularity)
@@ -256,6 +257,7 @@ def test_a_mean_far_from_zero(k: int, granularity: str, mean: float) -> None:
 @pytest.mark.parametrize("k", WIDTHS)
 @pytest.mark.parametrize("granularity", BOTH)
 @pytest.mark.parametrize("value", [0.0, 0.1, -3.0, 1e-44, -1e-30, 1e30])
+@pytest.mark.case("constant-tensor", outcome="works")
 def test_constant_weights_are_exact(k: int, granularity: str, value: float) -> None:
     w = np.full((3, 5), value, np.float32)
     q, grid = quantize_weight(w, k, granularity)
@@ -283,6 +285,7 @@ def test_constant_channels_among_others(k: int, mean: float) -> None:
 
 @pytest.mark.parametrize("k", WIDTHS)
 @pytest.mark.parametrize("granularity", BOTH)
+@pytest.mark.case("outlier", "one-element", outcome="works")
 def test_outliers_and_tiny_tensors(k: int, granularity: str) -> None:
     w = normal(0.0, (4, 100))
     w[2, 3] = 1e8

@@ -161,6 +161,7 @@ def test_wrong_fields_are_named(change: Any, message: str) -> None:
 
 
 def test_warnings_say_what_became_worse() -> None:
+@pytest.mark.case("larger", "slower", outcome="warned")
     values = measured()
     values["size"]["onnx_bytes"] = 120_000
     values["latency_ms"]["quantized"] = 0.3
