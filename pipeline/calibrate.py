@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.errors import UsageError, within
 from ul2q.pipeline.graph.operators import BATCH_NORMS
 from ul2q.pipeline.graph.prepare import Prepared
 from ul2q.pipeline.quantize.ema import ActivationStats
@@ -81,8 +81,9 @@ def fit_activations(prepared: Prepared, batches: Batches) -> None:
         seen += len(inputs[0])
     if not seen:
         raise UsageError("no calibration samples: give data with at least one training sample")
-    for _, quantizer in prepared.quantizers():
-        quantizer.set_from_stats()
+    for site, quantizer in prepared.quantizers():
+        with within(layer=site.name):
+            quantizer.set_from_stats()
 
 
 @torch.no_grad()

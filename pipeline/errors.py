@@ -2,10 +2,53 @@
 
 from __future__ import annotations
 
+from types import TracebackType
+
 
 class UsageError(ValueError):
-    """Wrong usage or unusable input: the message says what is wrong, where, and what to do. Exit code 2."""
+    """Wrong usage or unusable input: the message says what is wrong, where, and what to do. Exit code 2.
+
+    Attributes:
+        stage: stage of the job in which it arose, or None.
+        layer: layer at which it arose, or None.
+    """
+
+    stage: str | None = None
+    layer: str | None = None
 
 
 class JobError(RuntimeError):
-    """The job itself failed, for example a file that does not reproduce the model. Exit code 1."""
+    """The job itself failed, for example a file that does not reproduce the model. Exit code 1.
+
+    Attributes:
+        stage: stage of the job in which it arose, or None.
+        layer: layer at which it arose, or None.
+    """
+
+    stage: str | None = None
+    layer: str | None = None
+
+
+class within:  # noqa: N801  (used like a function)
+    """Tell every exception that passes where it arose: as a note, and on the two kinds above as attributes.
+
+    Args:
+        stage: a stage of the job.
+        layer: a layer of the network.
+    """
+
+    def __init__(self, *, stage: str | None = None, layer: str | None = None) -> None:
+        self.stage, self.layer = stage, layer
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Let the exception go on, with its note."""
+        if not isinstance(error, Exception):
+            return
+        if isinstance(error, UsageError | JobError):
+            error.stage, error.layer = error.stage or self.stage, error.layer or self.layer
+        error.add_note(f"at layer {self.layer}" if self.layer else f"in stage {self.stage}")

@@ -13,7 +13,7 @@ from ul2q.pipeline.calibrate import BatchNormChoice
 from ul2q.pipeline.checkpoint import Checkpoint
 from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.data import Dataset, DataSplits, input_batches, with_types, without_channel
-from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.errors import UsageError, within
 from ul2q.pipeline.finetune import EpochResult, Loss, default_loss
 from ul2q.pipeline.graph.inputs import input_types, takes_sequences
 from ul2q.pipeline.progress import Progress
@@ -64,7 +64,8 @@ class Work:
         """
         self.progress.line(name)
         started = time.perf_counter()
-        yield
+        with within(stage=name):
+            yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
     @property

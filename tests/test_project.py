@@ -54,7 +54,7 @@ print(json.dumps([lacking, sorted(set({FOLDERS!r}) & set(sys.modules))]))
         "from ul2q import QuantConfig; QuantConfig(wbits=2)",
         "from ul2q.pipeline.cli import execute; assert execute(['--help']) == 0",
         "from ul2q.pipeline.cli import execute; assert execute(['compress', '--help']) == 0",
-        "from ul2q.pipeline.cli import execute; assert execute(['doctor']) == 0",
+        "from ul2q.pipeline.cli import execute; assert execute(['--version']) == 0",
     ],
 )
 def test_light_uses_import_no_framework(tmp_path: Path, code: str) -> None:

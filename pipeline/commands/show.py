@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import webbrowser
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ul2q import __version__
 from ul2q.pipeline.errors import JobError, UsageError
 from ul2q.pipeline.files import write_bytes
 from ul2q.pipeline.options import (
@@ -142,20 +140,16 @@ def _compare(folder: Path, other: Path, output: Path | None, as_json: bool, open
 
 
 def doctor(as_json: Json = False, quiet: Quiet = False, debug: Debug = False) -> None:
-    """Show the versions of what this installation runs on."""
+    """Show versions, runtimes, CPU features and threads: what a bug report needs to say."""
     start(quiet, debug)
-    import importlib.metadata as installed
-    import platform
+    from ul2q.pipeline.doctor import diagnose
 
-    found = {"ul2q": __version__, "python": platform.python_version(), "machine": platform.machine()}
-    for name in ("torch", "numpy", "onnx", "onnxruntime", "onnxscript", "keras", "tensorflow-cpu"):
-        try:
-            found[name] = installed.version(name)
-        except installed.PackageNotFoundError:
-            found[name] = "not installed"
-    found["cores"] = str(os.cpu_count())
+    found = diagnose()
     if as_json:
         print_json(found)
-    else:
-        for name, version in found.items():
-            typer.echo(f"{name:15} {version}")
+        return
+    for topic, values in found.items():
+        for name, value in (values if isinstance(values, dict) else {topic: values}).items():
+            label = topic if name == topic else f"{topic}.{name}"
+            shown = ", ".join(value) if isinstance(value, list) else "-" if value is None else value
+            typer.echo(f"{label:26} {shown}")

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from ul2q.pipeline.errors import JobError
+from ul2q.pipeline.errors import JobError, within
 from ul2q.pipeline.graph import layers, operators
 from ul2q.pipeline.graph.folding import fold_norm, master_weight, onnx_pads, quantized_weight, shell
 from ul2q.pipeline.graph.layers import CodeFormat, LoweredWeight
@@ -65,6 +65,11 @@ def lower(prepared: Prepared) -> Lowered:
     return _Lowering(prepared).run()
 
 
+def _layer_of(node: fx.Node, sites: dict[str, Site]) -> str:
+    """Return what messages call ``node``: its site or layer, else its operator."""
+    return sites[node.name].name if node.name in sites else str(node.target)
+
+
 class _Lowering:
     def __init__(self, prepared: Prepared) -> None:
         self.prepared = prepared
@@ -88,7 +93,8 @@ class _Lowering:
         with torch.no_grad():
             for node in self.source.graph.nodes:
                 if node not in self.fused:
-                    self._lower(node)
+                    with within(layer=_layer_of(node, self.sites)):
+                        self._lower(node)
         self.graph.set_codegen(self.source.graph._codegen)  # same structure of in- and outputs
         self.graph.lint()
         self.graph._tracer_cls = None

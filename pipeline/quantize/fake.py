@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ul2q.pipeline.config import ACT_FITS, GRANULARITIES, check_quantizer
-from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.errors import UsageError, within
 from ul2q.pipeline.quantize import baselines
 from ul2q.pipeline.quantize import grid as grids
 from ul2q.pipeline.quantize.ema import ActivationParams, ActivationStats, Clip, fit_activation
@@ -169,10 +169,12 @@ class ActivationQuantizer(nn.Module):
         flat = x.float().reshape(-1)
         low, high = (float(v) for v in torch.aminmax(flat))
         if not (abs(low) < float("inf") and abs(high) < float("inf")):
-            bad = int((~torch.isfinite(flat)).sum())
-            raise UsageError(
-                f"{self.name}: {bad} of {flat.numel()} values are NaN or infinite: check the inputs"
-            )
+            bad = ~torch.isfinite(x.flatten(1) if x.ndim > 1 else x[:, None])
+            with within(layer=self.name):
+                raise UsageError(
+                    f"{self.name}: {int(bad.sum())} of {flat.numel()} values are NaN or infinite, first in "
+                    f"sample {int(bad.any(1).int().argmax())} of its batch: check the inputs"
+                )
         mean = float(flat.sum(dtype=torch.float64)) / flat.numel()
         second = float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2 / flat.numel()
         self.stats.update(mean, second, low, high, flat.numel())

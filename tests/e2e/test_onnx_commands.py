@@ -13,6 +13,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 
+from ul2q.pipeline.doctor import cpu
+
 
 def test_run_takes_floats_as_they_are_and_bytes_as_recorded(
     cli: Any, onnx_file: Path, tmp_path: Path
@@ -55,6 +57,7 @@ def test_low_memory_runs_one_sample_at_a_time(tmp_path: Path) -> None:
     for low in ([], ["--low-memory"]):
         arguments = ["run", "wide.onnx", "--input", "x.npy", "-o", "out.npy", *low]
         code = f"""
+from ul2q.pipeline.doctor import cpu
 from ul2q.pipeline.cli import execute
 from ul2q.runtimes.onnxruntime import own_peak_rss
 assert execute({arguments!r}) == 0
@@ -172,7 +175,21 @@ def test_damaged_metadata_are_named(cli: Any, onnx_file: Path) -> None:
     assert "metadata are damaged" in cli("inspect", onnx_file).error()
 
 
-def test_doctor_names_what_is_installed(cli: Any) -> None:
+def test_doctor_tells_what_a_bug_report_needs(cli: Any) -> None:
     found = cli("doctor", "--json").json()
-    assert found["onnx"] == onnx.__version__
-    assert f"onnx            {onnx.__version__}\n" in cli("doctor").out
+    assert found["versions"]["onnx"] == onnx.__version__
+    assert "CPUExecutionProvider" in found["onnxruntime"]["providers"]
+    assert isinstance(found["cpu"]["saturating_kernels"], bool)
+    assert found["threads"]["OMP_NUM_THREADS"] == "1"
+    out = cli("doctor").out
+    assert f"versions.onnx              {onnx.__version__}\n" in out
+    assert str(Path.home()) not in out
+
+
+def test_cpu_features_are_read_from_what_linux_tells(tmp_path: Path) -> None:
+    info = tmp_path / "cpuinfo"
+    info.write_text("processor\t: 0\nmodel name\t: Some CPU @ 2 GHz\nflags\t\t: fpu avx2 avx512_vnni sse\n")
+    assert cpu(info) == {"model": "Some CPU @ 2 GHz", "features": ["avx2", "avx512_vnni"]}
+    info.write_text("Features\t: fp asimd asimddp\n")
+    assert cpu(info) == {"model": None, "features": ["asimddp"]}
+    assert cpu(tmp_path / "none")["features"] is None

@@ -67,7 +67,8 @@ def measured() -> dict[str, Any]:
 
 
 CONTRACT = """
-ul2q model.source model.sha256 model.arch model.parameters config seed seconds layers activations
+ul2q model.source model.sha256 model.arch model.parameters data config seed seconds layers
+activations
 size.float_onnx_bytes size.onnx_bytes size.overhead_bytes size.ratio size.weight_bits_mean size.keras_bytes
 memory.paper.parameters memory.paper.activations memory.paper.storage_bytes memory.paper.runtime_bytes
 memory.paper.float_runtime_bytes memory.planned_peak_bytes
@@ -160,8 +161,8 @@ def test_wrong_fields_are_named(change: Any, message: str) -> None:
         complete(values)
 
 
-def test_warnings_say_what_became_worse() -> None:
 @pytest.mark.case("larger", "slower", outcome="warned")
+def test_warnings_say_what_became_worse() -> None:
     values = measured()
     values["size"]["onnx_bytes"] = 120_000
     values["latency_ms"]["quantized"] = 0.3

@@ -1,0 +1,60 @@
+"""Where an error arose: stage and layer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ul2q import QuantConfig, compress
+from ul2q.pipeline.errors import JobError, UsageError, within
+
+X = np.random.default_rng(0).normal(size=(40, 8)).astype(np.float32)
+
+
+def test_the_innermost_place_counts_and_notes_name_all() -> None:
+    with (
+        pytest.raises(JobError) as caught,
+        within(stage="lower"),
+        within(layer="fc"),
+        within(layer="fc.part"),
+    ):
+        raise JobError("overflow")
+    assert (caught.value.stage, caught.value.layer) == ("lower", "fc.part")
+    assert caught.value.__notes__ == ["at layer fc.part", "at layer fc", "in stage lower"]
+    assert str(caught.value) == "overflow"
+
+
+def test_other_errors_have_notes_and_an_interrupt_has_none() -> None:
+    with pytest.raises(ZeroDivisionError) as caught, within(stage="capture"):
+        _ = 1 / 0
+    assert caught.value.__notes__ == ["in stage capture"]
+    with pytest.raises(KeyboardInterrupt) as stopped, within(stage="capture"):
+        raise KeyboardInterrupt
+    assert not hasattr(stopped.value, "__notes__")
+
+
+class Exploding(nn.Module):
+    """The product of the two layers overflows for one sample only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).square())
+
+
+@pytest.mark.case("activation-not-finite", outcome="refused")
+def test_compress_tells_stage_and_layer() -> None:
+    torch.manual_seed(0)
+    spoilt = X.copy()
+    spoilt[3] = 1e30
+    with pytest.raises(UsageError) as caught:
+        compress(Exploding(), {"train": spoilt}, QuantConfig(wbits=8))
+    assert (caught.value.stage, caught.value.layer) == ("calibrate", "square")
+    assert "NaN or infinite, first in sample" in str(caught.value)
+    with pytest.raises(UsageError) as refused:
+        compress(nn.Sequential(nn.ReLU()), X, QuantConfig(wbits=8))
+    assert refused.value.stage == "prepare"
