@@ -23,11 +23,12 @@ from torch.export import Dim
 from ul2q import __version__
 from ul2q.exporters.finishing import finish
 from ul2q.exporters.metadata import layers_json
+from ul2q.exporters.serialize import serialized
 from ul2q.exporters.translations import TRANSLATIONS
 from ul2q.exporters.unpacking import Unpacker
 from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.errors import UsageError
-from ul2q.pipeline.files import beside, replacing_folder, write_bytes
+from ul2q.pipeline.files import beside, replacing_file, replacing_folder
 from ul2q.pipeline.graph.capture import Captured, output_names, quiet
 from ul2q.pipeline.graph.layers import LoweredWeight
 from ul2q.pipeline.graph.lower import Lowered
@@ -61,9 +62,7 @@ class ExportedModel:
 
     def to_bytes(self) -> bytes:
         """Return the serialised model; equal models give equal bytes."""
-        proto = ir.to_proto(self.model)
-        del proto.graph.value_info[:]  # inner shapes only cost bytes: runtimes infer them
-        return bytes(proto.SerializeToString(deterministic=True))
+        return b"".join(serialized(self.model))
 
     def save(self, path: Path) -> int:
         """Write the file in one step; a model beyond 2 GB, which a protobuf cannot hold, takes a second file.
@@ -79,9 +78,9 @@ class ExportedModel:
         tensors = (value.const_value for value in self.model.graph.initializers.values())
         if sum(tensor.nbytes for tensor in tensors if tensor is not None) > _LARGEST:
             return self._save_apart(path)
-        data = self.to_bytes()
-        write_bytes(path, data)
-        return len(data)
+        with replacing_file(path) as temporary, temporary.open("wb") as file:
+            file.writelines(serialized(self.model))
+        return path.stat().st_size
 
     def _save_apart(self, path: Path) -> int:
         """Return the size of ``path`` and its data file, once written; neither is ever beside another's."""

@@ -177,7 +177,7 @@ def _compress(work: Work) -> CompressedModel:
 def _capture(work: Work) -> Captured:
     work.settle_inputs()
     check_translation(work.source, work.example())
-    return capture(work.model, work.example())
+    return capture(work.model, work.example(), own_tensors=False)
 
 
 def _check_labels(work: Work, captured: Captured) -> None:

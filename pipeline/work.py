@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,9 @@ from ul2q.pipeline.graph.inputs import input_types, takes_sequences
 from ul2q.pipeline.progress import Progress
 from ul2q.pipeline.resume import Kept
 from ul2q.pipeline.tasks import Classification, Task
+
+# Input elements of a calibration batch: the activations of large images would take much memory in 64 copies.
+_CALIBRATION_ELEMENTS = 2**18
 
 
 @dataclass
@@ -83,7 +87,9 @@ class Work:
     def calibration(self) -> Iterator[tuple[Tensor, ...]]:
         """Yield the inputs of one pass over the calibration samples, shuffled by the seed."""
         left = self.config.samples or len(self.train)
-        for inputs, _ in input_batches(self.train, self.config.batch_size, seed=self.config.seed):
+        fitting = max(2, _CALIBRATION_ELEMENTS // math.prod(self.data.shape))
+        size = min(self.config.batch_size, fitting)
+        for inputs, _ in input_batches(self.train, size, seed=self.config.seed):
             yield tuple(x[:left] for x in inputs)
             left -= len(inputs[0])
             if left <= 0:

@@ -41,7 +41,8 @@ _GRAPH_ATTRIBUTES = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph()))) - fr
 
 # Batch sizes at which the captured graph must reproduce the original: code that looks at the batch size is
 # specialised silently, and only a run at other sizes shows it.
-_CHECKED_BATCHES = (1, 2, 7)
+# Batch sizes at which a graph is compared with its model; where samples are large, seven take much memory.
+_CHECKED_BATCHES, _CHECKED_LARGE_BATCHES, _LARGE_SAMPLE = (1, 2, 7), (1, 2, 3), 2**16
 # Largest difference, relative to the largest output: an algorithm may sum in another order.
 _TOLERANCE = 1e-5
 # Samples in the exported example: with one, torch.export would fix the batch size.
@@ -74,15 +75,16 @@ class Captured:
     notes: tuple[str, ...] = field(default=())
 
 
-def capture(model: nn.Module, example: Sequence[Tensor]) -> Captured:
+def capture(model: nn.Module, example: Sequence[Tensor], *, own_tensors: bool = True) -> Captured:
     """Capture ``model`` in eval mode as a graph of layers. The model itself is left untouched.
 
     Args:
         model: any module that torch.export accepts.
         example: example inputs, each with the batch as its first dimension; one sample is enough.
+        own_tensors: copy the weights; without, the graph reads those of the model and must not change them.
 
     Returns:
-        The captured graph with a dynamic batch dimension; the same outputs as the model at batch 1, 2 and 7.
+        The captured graph with a dynamic batch dimension; its outputs were compared at several batch sizes.
 
     Raises:
         UsageError: torch.export refuses the model, or the model depends on the batch size.
@@ -90,13 +92,13 @@ def capture(model: nn.Module, example: Sequence[Tensor]) -> Captured:
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        return _capture(model, [_resized(x, EXAMPLE_BATCH) for x in example])
+        return _capture(model, [_resized(x, EXAMPLE_BATCH) for x in example], own_tensors)
     finally:
         for module, mode in modes:
             module.training = mode
 
 
-def _capture(model: nn.Module, example: list[Tensor]) -> Captured:
+def _capture(model: nn.Module, example: list[Tensor], own_tensors: bool) -> Captured:
     _check_runs(model, example)
     original, model = model, _translated(model, example)
     try:
@@ -124,9 +126,10 @@ def _capture(model: nn.Module, example: list[Tensor]) -> Captured:
         # An empty table decomposes nothing: it makes the graph functional, so that no value is overwritten.
         unlifted = cast(fx.GraphModule, program.run_decompositions({}).module(check_guards=False))
     builder = LayerBuilder(unlifted, model)
+    graph = builder.build()
     captured = Captured(
         # The exported graph shares its tensors with the model; a copy keeps the ties among layers.
-        copy_graph(builder.build()),
+        copy_graph(graph) if own_tensors else graph,
         # A model that takes *inputs may tell what they are called.
         _given_names(original) or tuple(str(n.target) for n in unlifted.graph.nodes if n.op == "placeholder"),
         tuple(builder.notes),
@@ -233,7 +236,8 @@ def _compare(model: nn.Module, captured: nn.Module, example: list[Tensor]) -> No
     Raises:
         UsageError: they differ, or the graph does not run.
     """
-    for batch in _CHECKED_BATCHES:
+    large = max(x[0].numel() for x in example) > _LARGE_SAMPLE
+    for batch in _CHECKED_LARGE_BATCHES if large else _CHECKED_BATCHES:
         inputs = [_resized(x, batch) for x in example]
         with torch.no_grad():
             try:

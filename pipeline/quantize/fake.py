@@ -88,10 +88,10 @@ class _QuantizedActivation(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
-        steps = torch.round(x.float() / scale) + zero_point
+        steps = (x.float() / scale).round_().add_(zero_point)  # in place: activations may be large
         p = steps.clamp(0, 255)
         ctx.save_for_backward(steps == p)
-        return ((p - zero_point) * scale).to(x.dtype)
+        return p.sub_(zero_point).mul_(scale).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
