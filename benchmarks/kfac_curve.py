@@ -72,6 +72,7 @@ class Run:
         on: part of the data to measure on.
         epochs: most epochs.
         stop_at: accuracy that ends the run.
+        hopeless: an accuracy missed half way through the epochs that ends the run, too.
     """
 
     optimizer: str
@@ -80,7 +81,8 @@ class Run:
     seed: int
     on: str
     epochs: float
-    stop_at: float = 2.0
+    stop_at: float
+    hopeless: float = 0.0
 
     def make(self, model: nn.Module) -> torch.optim.Optimizer:
         """Return the optimiser."""
@@ -159,7 +161,8 @@ def train(data: DataSplits, run: Run) -> Curve:
             curve.epochs.append(step * run.batch / size)
             curve.seconds.append(spent)
             curve.accuracy.append(_measure(model, getattr(data, run.on), sample))
-            if curve.accuracy[-1] >= run.stop_at:
+            late = 2 * step >= steps and curve.accuracy[-1] < run.hopeless
+            if curve.accuracy[-1] >= run.stop_at or late:
                 break
     return curve
 
@@ -172,11 +175,11 @@ def most_epochs(batch: int) -> float:
 def _search(kept: Kept, data: DataSplits, name: str, batch: int, target: float) -> float | None:
     """Return the rate that first reaches the accuracy on validation samples; None if none does.
 
-    A run ends as soon as it cannot win any more.
+    A run ends as soon as it cannot win any more, and when half of the best epochs so far leave it far behind.
     """
     best, shortest = None, most_epochs(batch)
     for rate in RATES:
-        run = Run(name, rate, batch, 0, "validation", shortest, target)
+        run = Run(name, rate, batch, 0, "validation", shortest, target, 0.0 if best is None else 0.85)
         epochs, _ = kept.get(run, lambda run: train(data, run)).reaches(target)
         if epochs < shortest or (best is None and epochs <= shortest):
             best, shortest = rate, epochs
@@ -211,7 +214,7 @@ def curve(
         if rate is None:
             table.add_row(str(batch), name, "none within the limit")
             continue
-        runs = [Run(name, rate, batch, seed, "test", most_epochs(batch)) for seed in SEEDS]
+        runs = [Run(name, rate, batch, seed, "test", most_epochs(batch), max(targets)) for seed in SEEDS]
         found = curves[batch, name] = [kept.get(run, lambda run: train(data, run)) for run in runs]
         cells = []
         for target in targets:
