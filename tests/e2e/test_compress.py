@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from ul2q.pipeline.cli import execute
+from ul2q.pipeline.lock import claimed
 from ul2q.pipeline.report.schema import complete
 
 REPORTS = {"report.json", "report.md", "report.html"}
@@ -213,6 +214,32 @@ def test_an_existing_output_is_kept_unless_overwritten(cli: Any, own_checkpoint:
     assert set(digest(folder)) >= FILES
 
 
+@pytest.mark.case("two-runs", outcome="refused")
+def test_a_second_run_into_the_same_folder_gets_one_line(cli: Any, own_checkpoint: Path) -> None:
+    folder = own_checkpoint.parent / "out"
+    with claimed(folder):
+        message = cli("compress", own_checkpoint, *QUICK, "-o", folder).error()
+        assert "out is being written by another run" in message
+        assert "is being written" in cli("train", "mlp", "--data", "digits", "-o", folder).error()
+    assert list(own_checkpoint.parent.iterdir()) == [own_checkpoint]
+
+
+@pytest.mark.case("disk-full", outcome="refused")
+def test_a_full_disk_is_told_and_the_old_folder_stays(
+    cli: Any, own_checkpoint: Path, small_disk: Path
+) -> None:
+    folder = small_disk / "out"
+    folder.mkdir()
+    (folder / "report.json").write_text("precious")
+    (small_disk / "ballast").write_bytes(bytes(900_000))
+    done = cli("compress", own_checkpoint, *QUICK, "--overwrite", "-o", folder)
+    assert done.code == 1
+    assert "No space left on device" in done.err or "the disk is full" in done.err
+    assert len([line for line in done.err.splitlines() if line.startswith("error:")]) == 1
+    assert (folder / "report.json").read_text() == "precious"
+    assert sorted(path.name for path in small_disk.iterdir()) == ["ballast", "out"]
+
+
 @pytest.mark.case("interrupted", outcome="works")
 def test_an_interrupt_leaves_the_old_folder(own_checkpoint: Path) -> None:
     folder = own_checkpoint.parent / "out"
@@ -230,7 +257,7 @@ def test_an_interrupt_leaves_the_old_folder(own_checkpoint: Path) -> None:
     assert out == ""
     assert err.splitlines()[-1] == "interrupted: earlier outputs are as they were"
     assert "Traceback" not in err
-    assert {path.name for path in own_checkpoint.parent.iterdir()} == {"model.pt", "out"}
+    assert {path.name for path in own_checkpoint.parent.iterdir()} == {"model.pt", "out", ".out.unfinished"}
     assert (folder / "report.json").read_text() == "precious"
 
 

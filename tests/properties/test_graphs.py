@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 GRAPHS = int(os.environ.get("UL2Q_GRAPHS", "100"))
-TOGETHER = 5  # networks in one file, since writing a file takes longer than all the rest
+TOGETHER = 10  # networks in one file, since writing a file takes longer than all the rest
 DEPTH = 12
 LARGEST = 3_000  # elements per sample
 Draw = Callable[[st.SearchStrategy[Any]], Any]

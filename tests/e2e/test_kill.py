@@ -1,0 +1,29 @@
+"""Runs that are killed lose nothing: a few of the points of benchmarks/kill.py."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kill.py"
+
+
+@pytest.mark.case("killed", outcome="works")
+@pytest.mark.skipif(sys.platform != "linux", reason="forks, and reads /proc")
+@pytest.mark.parametrize(("command", "points", "seed"), [("train", 3, 1), ("compress", 3, 0)])
+def test_killed_runs_leave_the_old_output_and_the_next_run_works(
+    command: str, points: int, seed: int
+) -> None:
+    arguments = ["--command", command, "--points", str(points), "--seed", str(seed)]
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    found = json.loads(done.stdout)[command]
+    assert found["faults"] == []
+    assert found["killed"] > 0
+    assert found["killed"] + found["ended before"] == points
