@@ -1,7 +1,7 @@
 """K-FAC: natural gradient descent with Kronecker-factored curvature (Osawa et al. 2019).
 
-``math``, ``patches``, ``lags`` and ``convolution`` are pure functions on tensors, ``layers`` says what is
-covered, ``hooks`` captures statistics (``sums``), ``owners``, ``transport``, ``exchange`` and ``collector``
+``math``, ``patches``, ``rows``, ``lags`` and ``convolution`` are pure functions on tensors, ``layers`` says
+what is covered, ``hooks`` captures statistics (``sums``), ``owners``, ``transport``, ``exchange`` and ``collector``
 bring them to the ranks that own the layers, ``curvature`` and ``natural`` hold factors and inverses,
 ``schedule`` says when they are refreshed, ``optimizer`` ties everything together. ``schemes`` and ``recipes``
 are the training schemes, ``sync_batch_norm`` normalises over all ranks, ``fisher`` collects the factors of a
