@@ -158,13 +158,24 @@ def read_checkpoint(path: Path) -> None:
 
 
 def read_onnx(path: Path) -> None:
+    from ul2q.pipeline.data import Preprocess
     from ul2q.pipeline.evaluate import recorded_preprocess
     from ul2q.runtimes import onnxruntime as runtime
     from ul2q.runtimes.inputs import example_input
 
-    recorded_preprocess(path)
+    Preprocess.from_dict(recorded_preprocess(path))
     live = runtime.session(path, 1)
     runtime.run(live, example_input(live))
+
+
+def read_onnx_in_torch(path: Path) -> None:
+    import torch
+
+    from ul2q.pipeline.readers.onnx_file import compare, load_onnx
+
+    found = load_onnx(path)
+    if found.input_shape is not None and np.prod(found.input_shape) < 2**20:
+        compare(found.model, path, [torch.zeros(2, *found.input_shape)])  # type: ignore[arg-type]
 
 
 def read_onnx_in_keras(path: Path) -> None:
@@ -197,6 +208,7 @@ READERS: dict[str, tuple[Callable[[Path], list[Path]], Callable[[Path], None]]] 
     "checkpoint": (checkpoint_files, read_checkpoint),
     "safetensors": (safetensors_files, read_checkpoint),
     "onnx": (onnx_files, read_onnx),
+    "onnx-torch": (lambda folder: onnx_files(folder)[1:], read_onnx_in_torch),
     "onnx-keras": (lambda folder: onnx_files(folder)[:1], read_onnx_in_keras),
     "keras": (keras_files, read_keras),
     "idx": (idx_files, read_samples),

@@ -27,7 +27,7 @@ KERAS = importlib.util.find_spec("keras") is not None
 GROUPS = {
     "files of weights": (["checkpoint", "safetensors"], 150),
     "files of samples": (["idx", "cifar", "npz", "npy", "array", "image"], 150),
-    "ONNX files": (["onnx"], 150),
+    "ONNX files": (["onnx", "onnx-torch"], 150),
     "Keras files": (["keras", "onnx-keras"], 30),
 }
 
