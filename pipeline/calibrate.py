@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,13 +38,17 @@ class BatchNormChoice:
         return self.after < self.before
 
 
-def calibrate(prepared: Prepared, reference: nn.Module, batches: Batches) -> BatchNormChoice | None:
+def calibrate(
+    prepared: Prepared, reference: nn.Module, batches: Batches, *, stand_ins: bool = False
+) -> BatchNormChoice | None:
     """Calibrate ``prepared`` in place on unlabelled inputs.
 
     Args:
         prepared: the graph with quantisers.
         reference: the float network, for choosing the batch norm statistics.
         batches: makes a pass over the calibration inputs.
+        stand_ins: whether the inputs only stand in for real ones: then the statistics of the float network
+            are right, and only what quantisation changes in them is taken over.
 
     Returns:
         What the re-estimation of batch norm did, or None without batch norm, or without any batch of at least
@@ -53,7 +58,7 @@ def calibrate(prepared: Prepared, reference: nn.Module, batches: Batches) -> Bat
         UsageError: there are no calibration samples, or they give values that are not finite.
     """
     set_activations(prepared, "off")
-    choice = _reestimate_batch_norm(prepared.module, reference, batches)
+    choice = _reestimate_batch_norm(prepared.module, reference, batches, stand_ins)
     fit_activations(prepared, batches)
     return choice
 
@@ -88,13 +93,38 @@ def fit_activations(prepared: Prepared, batches: Batches) -> None:
 
 @torch.no_grad()
 def _reestimate_batch_norm(
-    module: nn.Module, reference: nn.Module, batches: Batches
+    module: nn.Module, reference: nn.Module, batches: Batches, stand_ins: bool
 ) -> BatchNormChoice | None:
-    norms = [m for m in module.modules() if isinstance(m, BATCH_NORMS)]
+    norms = _norms(module)
     if not norms:
         return None
     before = _output_error(module, reference, batches)
-    old = [copy.deepcopy((m.running_mean, m.running_var, m.num_batches_tracked)) for m in norms]
+    old = {
+        name: copy.deepcopy((m.running_mean, m.running_var, m.num_batches_tracked))
+        for name, m in norms.items()
+    }
+    used = _average_statistics(module, batches)
+    if used and stand_ins:
+        _shift_statistics(norms, reference, batches)
+    choice = BatchNormChoice(before, _output_error(module, reference, batches)) if used else None
+    if choice is None or not choice.kept:
+        for name, (mean, var, count) in old.items():
+            norm = norms[name]
+            norm.running_mean, norm.running_var, norm.num_batches_tracked = mean, var, count
+    return choice
+
+
+def _norms(module: nn.Module) -> dict[str, Any]:
+    return {name: m for name, m in module.named_modules() if isinstance(m, BATCH_NORMS)}
+
+
+def _average_statistics(module: nn.Module, batches: Batches) -> int:
+    """Give every batch norm the plain average of its statistics over the batches.
+
+    Returns:
+        How many batches had statistics.
+    """
+    norms = _norms(module).values()
     momenta = [m.momentum for m in norms]
     module.eval()
     for norm in norms:
@@ -109,11 +139,19 @@ def _reestimate_batch_norm(
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
         norm.eval()
-    choice = BatchNormChoice(before, _output_error(module, reference, batches)) if used else None
-    if choice is None or not choice.kept:
-        for norm, (mean, var, count) in zip(norms, old, strict=True):
-            norm.running_mean, norm.running_var, norm.num_batches_tracked = mean, var, count
-    return choice
+    return used
+
+
+def _shift_statistics(norms: dict[str, Any], reference: nn.Module, batches: Batches) -> None:
+    """Turn statistics on stand-ins into the float network's own, moved as far as quantisation moves them."""
+    on_stand_ins = copy.deepcopy(reference)
+    _average_statistics(on_stand_ins, batches)
+    float_norms, stored_norms = _norms(on_stand_ins), _norms(reference)
+    for name, norm in norms.items():
+        stand_in, stored = float_norms[name], stored_norms[name]
+        if stored.running_mean is not None:
+            norm.running_mean += stored.running_mean - stand_in.running_mean
+            norm.running_var *= stored.running_var / stand_in.running_var.clamp(min=norm.eps)
 
 
 def _output_error(module: nn.Module, reference: nn.Module, batches: Batches) -> float:

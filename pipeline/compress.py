@@ -209,7 +209,7 @@ def _calibrate(work: Work, captured: Captured, prepared: Prepared) -> None:
         work.batch_norm = kept.restore(prepared)
         fit_activations(prepared, work.calibration)
         return
-    work.batch_norm = calibrate(prepared, captured.module, work.calibration)
+    work.batch_norm = calibrate(prepared, captured.module, work.calibration, stand_ins=work.has_stand_ins)
     if kept is not None:
         kept.keep(prepared, work.batch_norm, work.epochs)
 
@@ -249,7 +249,7 @@ def _finetune(work: Work, captured: Captured, prepared: Prepared) -> None:
             kept.keep(prepared, work.batch_norm, work.epochs, tuning)
         score = "" if result.score is None else f", validation {work.task.title} {result.score:.4f}"
         work.progress.line(f"epoch {result.epoch}/{config.finetune_epochs}: loss {result.loss:.4f}{score}")
-    work.batch_norm = calibrate(prepared, captured.module, work.calibration)
+    work.batch_norm = calibrate(prepared, captured.module, work.calibration, stand_ins=work.has_stand_ins)
     if kept is not None:
         kept.keep(prepared, work.batch_norm, work.epochs, tuned=True)
 

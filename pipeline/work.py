@@ -19,6 +19,7 @@ from ul2q.pipeline.finetune import EpochResult, Loss, default_loss
 from ul2q.pipeline.graph.inputs import input_types, takes_sequences
 from ul2q.pipeline.progress import Progress
 from ul2q.pipeline.resume import Kept
+from ul2q.pipeline.synthetic import SPEC
 from ul2q.pipeline.tasks import Classification, Task
 
 # Input elements of a calibration batch: the activations of large images would take much memory in 64 copies.
@@ -94,6 +95,11 @@ class Work:
             left -= len(inputs[0])
             if left <= 0:
                 return
+
+    @property
+    def has_stand_ins(self) -> bool:
+        """Whether the samples were drawn for want of data."""
+        return self.data.spec == SPEC
 
     def example(self) -> list[Tensor]:
         """Return inputs of one or two samples."""
