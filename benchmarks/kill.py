@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -76,7 +77,7 @@ def run(arguments: list[str], limit: float | None = None) -> tuple[int, float]:
 def points(
     command: Callable[[int], list[str]], output: Path, unfinished: Path, count: int, seed: int
 ) -> dict[str, object]:
-    """Kill ``count`` runs of ``command(seed)``, whose output is one of two.
+    """Kill ``count`` runs of ``command(seed)``, whose output is one of two; what ends before does not count.
 
     Returns:
         How many were killed with the old, the new or no output in place, resumed, and what went wrong.
@@ -90,12 +91,14 @@ def points(
     draw, current = random.Random(seed), 1  # noqa: S311
     tally = {"killed": 0, "ended before": 0, "old": 0, "new": 0, "none": 0, "resumed": 0}
     faults: list[str] = []
-    for point in range(count):
+    for point in itertools.count():
+        if tally["killed"] == count:
+            break
         if point % 5 == 4:
             shutil.rmtree(output) if output.is_dir() else output.unlink()
             current = -1
         old, new = (None if current < 0 else references[current]), 1 - max(current, 0)
-        limit = draw.uniform(0, 1.05 * whole)
+        limit = draw.uniform(0, whole)
         code, spent = run([*command(new), "--overwrite"], limit)
         tally["killed" if code == -signal.SIGKILL else "ended before"] += 1
         found = state(output)
