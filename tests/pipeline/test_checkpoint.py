@@ -238,9 +238,12 @@ def test_pickled_module_needs_trust(path: Path, legacy: bool, nested: bool) -> N
 
 
 @pytest.mark.case("pickled-parallel", outcome="trusted")
+@pytest.mark.case("pickled-parallel", outcome="refused")
 def test_wrapped_pickled_module_is_unwrapped(path: Path) -> None:
     model = mlp()
     torch.save(nn.DataParallel(model), path)
+    with pytest.raises(UsageError, match=r"pickled objects .*--trust-pickle"):
+        load_checkpoint(path)
     loaded = load_checkpoint(path, trust_pickle=True)
     assert type(loaded.model).__name__ == "MLP"
     assert same(load(path, trust_pickle=True).model, model)
@@ -302,6 +305,7 @@ def test_nothing_runs_without_trust(
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.case("torchscript", "pt2", outcome="refused")
 def test_programs_are_refused_with_the_safe_way(path: Path) -> None:
     torch.export.save(torch.export.export(nn.Linear(2, 2), (torch.zeros(1, 2),)), path.with_suffix(".pt2"))
     with pytest.raises(UsageError, match=r"torch\.export archive.*save model\.state_dict\(\)"):
