@@ -22,7 +22,7 @@ from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.data import Dataset, Inputs, as_splits, input_batches
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.files import check_output, check_output_folder, replacing_folder
-from ul2q.pipeline.finetune import Loss, default_loss, finetune
+from ul2q.pipeline.finetune import Loss, default_loss, finetune, gentler
 from ul2q.pipeline.graph.capture import Captured, capture
 from ul2q.pipeline.graph.inputs import input_names
 from ul2q.pipeline.graph.lower import Lowered, lower
@@ -148,6 +148,8 @@ def compress(
 
 
 def _compress(work: Work) -> CompressedModel:
+    if work.has_stand_ins:
+        work.config = gentler(work.config)
     config = work.config
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)

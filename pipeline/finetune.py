@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ Loss = Callable[[Any, Any, Any], Tensor]
 
 # Learning rates at which 2-bit networks recover within a few epochs (validation digits of mnist5k).
 _LEARNING_RATES = {"adam": 1e-3, "sgd": 1e-2, "kfac": 1e-2}
+# With synthetic inputs the full rate pulls the network towards them (resnet8 at 2 bits: 54 against 89 %).
+_STAND_IN_FACTOR = 0.3
 # Damping and norm guard that also keep networks without batch norm from diverging.
 _DAMPING, _KL_CLIP = 0.03, 1e-3
 
@@ -58,6 +61,13 @@ def default_loss(outputs: Any, targets: Any, teacher: Any) -> Tensor:
 
 def _leaves(value: Any) -> list[Tensor]:
     return [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def gentler(config: QuantConfig) -> QuantConfig:
+    """Return ``config`` with a lower learning rate, unless it names one, for inputs that stand in for others."""
+    if config.lr is not None:
+        return config
+    return dataclasses.replace(config, lr=_STAND_IN_FACTOR * _LEARNING_RATES[config.optimizer])
 
 
 def make_optimizer(module: nn.Module, config: QuantConfig) -> torch.optim.Optimizer:

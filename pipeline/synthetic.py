@@ -30,7 +30,7 @@ SYNTHETIC_WARNING = (
     "was not measured; real samples, even without labels, give better results"
 )
 _BATCH = 128
-_STEPS = 150
+_STEPS = 100
 _LEARNING_RATE = 0.1
 _CLASS_WEIGHT = 0.1
 _SAMPLES = 1024

@@ -16,7 +16,7 @@ from ul2q.pipeline.data.datasets import Batch, Dataset, DataSplits, MapDataset, 
 from ul2q.pipeline.data.load import array_dataset, load_data, pairs_dataset
 from ul2q.pipeline.data.masks import array_masks
 from ul2q.pipeline.data.preprocess import Preprocess
-from ul2q.pipeline.data.several import load_several, several_splits
+from ul2q.pipeline.data.several import as_numpy, load_several, several_splits
 from ul2q.pipeline.data.sources import Arrays, Source
 from ul2q.pipeline.data.split import split_rows
 from ul2q.pipeline.errors import UsageError
@@ -149,7 +149,7 @@ def _is_map(data: Any) -> bool:
 
 
 def _from_arrays(x: Any, y: Any, shape: tuple[int, ...] | None, num_classes: int | None) -> Dataset:
-    raw, labels = (v.detach().cpu().numpy() if isinstance(v, torch.Tensor) else v for v in (x, y))
+    raw, labels = (as_numpy(v) if isinstance(v, torch.Tensor) else v for v in (x, y))
     if len(raw) == 0:
         raise UsageError("the arrays hold no samples")
     if labels is not None:

@@ -276,8 +276,8 @@ def _from_object(
     is_tuple = isinstance(data, tuple) and all(_is_array(v) or isinstance(v, tuple) for v in data)
     if is_tuple or isinstance(data, Mapping):
         inputs, y = _unpack(data, names, "the data")
-        arrays = [_numpy(x) for x in inputs]
-        return _dataset(arrays, None if y is None else _numpy(y), num_classes, list(names)), True
+        arrays = [as_numpy(x) for x in inputs]
+        return _dataset(arrays, None if y is None else as_numpy(y), num_classes, list(names)), True
     if isinstance(data, torch.utils.data.Dataset):
         data = DataLoader(data, batch_size=_BATCH if not isinstance(data, IterableDataset) else 1)
     if isinstance(data, Iterable):
@@ -287,8 +287,12 @@ def _from_object(
     )
 
 
-def _numpy(value: Any) -> np.ndarray:
-    return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+def as_numpy(value: Any) -> np.ndarray:
+    """Return a tensor or an array as an array; bfloat16, which NumPy lacks, becomes float32."""
+    if not isinstance(value, torch.Tensor):
+        return np.asarray(value)
+    plain = value.detach().cpu()
+    return (plain.float() if plain.dtype == torch.bfloat16 else plain).numpy()
 
 
 def _dataset(
@@ -348,7 +352,7 @@ def _spooled(items: Iterator[Any], names: Sequence[str], num_classes: int | None
         files: list[IO[bytes]] = [stack.enter_context(tempfile.TemporaryFile()) for _ in names]
         for number, item in enumerate(islice(items, limit)):
             inputs, y = _unpack(item, names, f"batch {number} of the data")
-            values = [_numpy(x) for x in inputs]
+            values = [as_numpy(x) for x in inputs]
             shapes = shapes or [x.shape[1:] for x in values]
             if [x.shape[1:] for x in values] != shapes or len({len(x) for x in values}) != 1:
                 raise UsageError(
@@ -359,7 +363,7 @@ def _spooled(items: Iterator[Any], names: Sequence[str], num_classes: int | None
                 file.write(np.ascontiguousarray(x[: limit - count], np.float32).tobytes())
             count = min(limit, count + len(values[0]))
             if y is not None:
-                labels.append(_numpy(y))
+                labels.append(as_numpy(y))
             if count >= limit:
                 break
         if not count:

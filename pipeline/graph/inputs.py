@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 # What running a model on inputs of an unsuitable type raises.
 _REFUSALS = (RuntimeError, ValueError, TypeError, LookupError, AssertionError)
-_TYPES = (torch.float32, torch.int64, torch.bool)
+_TYPES = (torch.float32, torch.int64)
 
 
 def input_names(model: nn.Module) -> tuple[str, ...]:
@@ -35,11 +35,12 @@ def input_types(model: nn.Module, example: Sequence[Tensor]) -> tuple[torch.dtyp
         example: inputs in float32, one or two samples.
 
     Returns:
-        float32 wherever the network runs on it; else int64 where the values are whole (token numbers, say),
-        or bool where they are 0 and 1; float32 if nothing runs.
+        float32 wherever the network runs on it; else int64 where the values are whole (token numbers, say);
+        float32 if nothing runs.
     """
-    choices = [_TYPES[: _kinds(x)] for x in example]
-    for types in itertools.islice(itertools.product(*choices), 3**4):
+    whole = [bool((x == x.round()).all()) for x in example]
+    choices = [_TYPES if is_whole else _TYPES[:1] for is_whole in whole]
+    for types in itertools.islice(itertools.product(*choices), 2**6):
         if outputs_of(model, [x.to(kind) for x, kind in zip(example, types, strict=True)]) is not None:
             return types
     return (torch.float32,) * len(example)
@@ -61,15 +62,10 @@ def takes_sequences(model: nn.Module, example: Tensor) -> bool:
     They are where it takes only those, or takes both and tells them apart; what is alike to it is an image.
     """
     image, sequence = outputs_of(model, [example]), outputs_of(model, [example[:, 0]])
-    if sequence is None or any(y.shape[:1] != example.shape[:1] for y in sequence):
+    if sequence is None or not sequence or sequence[0].shape[:1] != example.shape[:1]:
         return False
-    return image is None or not all(
-        a.shape == b.shape and torch.allclose(a, b) for a, b in zip(image, sequence, strict=True)
+    return (
+        image is None
+        or len(image) != len(sequence)
+        or not all(a.shape == b.shape and torch.allclose(a, b) for a, b in zip(image, sequence, strict=True))
     )
-
-
-def _kinds(x: Tensor) -> int:
-    """Return how many of the types can hold the values of ``x``."""
-    if ((x == 0) | (x == 1)).all():
-        return 3
-    return 2 if bool((x == x.round()).all()) else 1
