@@ -64,7 +64,7 @@ def _leaves(value: Any) -> list[Tensor]:
 
 
 def gentler(config: QuantConfig) -> QuantConfig:
-    """Return ``config`` with a lower learning rate, unless it names one, for inputs that stand in for others."""
+    """Return ``config`` with a lower learning rate, unless it names one: for inputs that only stand in."""
     if config.lr is not None:
         return config
     return dataclasses.replace(config, lr=_STAND_IN_FACTOR * _LEARNING_RATES[config.optimizer])
