@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ul2q.pipeline.errors import UsageError, within
+from ul2q.pipeline.graph.capture import copy_graph
 from ul2q.pipeline.graph.operators import BATCH_NORMS
 from ul2q.pipeline.graph.prepare import Prepared
 from ul2q.pipeline.quantize.ema import ActivationStats
@@ -144,7 +145,7 @@ def _average_statistics(module: nn.Module, batches: Batches) -> int:
 
 def _shift_statistics(norms: dict[str, Any], reference: nn.Module, batches: Batches) -> None:
     """Turn statistics on stand-ins into the float network's own, moved as far as quantisation moves them."""
-    on_stand_ins = copy.deepcopy(reference)
+    on_stand_ins = copy_graph(cast(Any, reference))
     _average_statistics(on_stand_ins, batches)
     float_norms, stored_norms = _norms(on_stand_ins), _norms(reference)
     for name, norm in norms.items():
