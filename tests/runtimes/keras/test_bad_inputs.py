@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ pytest.importorskip("keras", reason="Keras is not installed: pip install 'ul2q[k
 import keras
 from keras import layers
 
+from ul2q.exporters.keras import save_keras
 from ul2q.exporters.keras_onnx import to_onnx, to_torch
 from ul2q.pipeline.errors import UsageError
 from ul2q.runtimes.keras import EMAQuantizer, UL2QConv2D, UL2QDense, calibrate, load_onnx, quantize_model
@@ -128,3 +130,24 @@ def test_keras_files_that_cannot_be_loaded(tmp_path: Path) -> None:
     refused(lambda: load_keras(path), "cannot be loaded", "Lambda")
     path.write_bytes(path.read_bytes()[:400])
     refused(lambda: load_keras(path), "damaged")
+
+
+def resized(path: Path, target: Path, old: bytes, new: bytes) -> None:
+    """Write a copy of a .keras file whose configuration says ``new`` for ``old``."""
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(target, "w") as copy:
+        for name in source.namelist():
+            content = source.read(name)
+            assert name != "config.json" or old in content
+            copy.writestr(name, content.replace(old, new) if name == "config.json" else content)
+
+
+@pytest.mark.case("malformed-file", outcome="refused")
+def test_networks_larger_than_their_weights_are_refused_before_memory_is_taken(tmp_path: Path) -> None:
+    wide = keras.Sequential([keras.Input((3,)), UL2QDense(5000, wbits=2)])
+    path, absurd = tmp_path / "wide.keras", tmp_path / "absurd.keras"
+    save_keras(wide, path)
+    assert load_keras(path).count_params() == wide.count_params()
+    resized(path, absurd, b'"units":5000', b'"units":4000000000')
+    refused(lambda: load_keras(absurd), "describes a network of ", "but holds weights of ", "damaged")
+    # what was laid out for the check is not made later
+    assert keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)]).count_params() == 8
