@@ -192,6 +192,10 @@ def _ours(
 ) -> Checkpoint:
     arch = arch or content["arch"]
     args = dict(content["arch_args"] if arch_args is None else arch_args)
+    if ":" not in arch:  # what the file says of its network is compared with it before memory is taken
+        with torch.device("meta"):
+            draft = build_network(arch, args)
+        weights.check_fit(draft, content["state_dict"], str(path))
     model = build_network(arch, args)
     weights.fit(model, content["state_dict"], str(path))
     recorded = {k: content.get(k) for k in ("data", "kfac", "optimizer", "epoch", "rng")}

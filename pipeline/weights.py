@@ -71,16 +71,19 @@ def match_names(state: State, expected: Iterable[str]) -> State:
     return {plain[name]: state[name] for name in names}
 
 
-def fit(module: nn.Module, state: State, where: str) -> None:
-    """Load ``state`` into ``module`` as float32, all of it or, with an exception, nothing.
+def check_fit(module: nn.Module, state: State, where: str) -> State:
+    """Check names, shapes and types of ``state`` against a module, which may be on the meta device.
 
     Args:
         module: the network.
         state: weights by name; wrappers' prefixes are removed.
         where: the file, for messages.
 
+    Returns:
+        The weights under the names of the module, with the counters that old files lack.
+
     Raises:
-        UsageError: names, shapes or types differ (all are listed), or values are not finite.
+        UsageError: something differs; all of it is listed.
     """
     expected = module.state_dict()
     state = match_names(state, expected)
@@ -90,6 +93,21 @@ def fit(module: nn.Module, state: State, where: str) -> None:
     problems = _differences(expected, state)
     if problems:
         raise UsageError(f"{where} does not fit {type(module).__name__}: {'; '.join(problems)}")
+    return state
+
+
+def fit(module: nn.Module, state: State, where: str) -> None:
+    """Load ``state`` into ``module`` as float32, all of it or, with an exception, nothing.
+
+    Args:
+        module: the network.
+        state: weights by name; wrappers' prefixes are removed.
+        where: the file, for messages.
+
+    Raises:
+        UsageError: see `check_fit`, or values are not finite.
+    """
+    expected, state = module.state_dict(), check_fit(module, state, where)
     converted = {k: v.to(expected[k].dtype) for k, v in state.items()}
     check_finite(converted, where)
     module.load_state_dict(converted, strict=True)

@@ -274,6 +274,13 @@ def test_a_file_of_ours_cannot_name_code_to_run(path: Path, tmp_path: Path) -> N
     assert not target.exists()
 
 
+@pytest.mark.case("malformed-file", outcome="refused")
+def test_a_network_larger_than_its_weights_is_refused_before_memory_is_taken(path: Path) -> None:
+    save_checkpoint(path, mlp(), arch="mlp", arch_args={**ARGS, "hidden": [10**12]})
+    with pytest.raises(UsageError, match=r"fc1\.weight \[5, 16\] instead of \[1000000000000, 16\]"):
+        load_checkpoint(path)
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
