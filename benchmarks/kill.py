@@ -21,6 +21,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,18 +52,24 @@ def processor_seconds(process: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def run(arguments: list[str], limit: float | None = None) -> tuple[int, float]:
-    """Run the command in a fork, and kill it after ``limit`` seconds on the processor.
+def run(arguments: list[str], log: Path, limit: float | None = None) -> tuple[int, float]:
+    """Run the command in a fork, and kill it after ``limit`` seconds on the processor; it prints to ``log``.
 
     Returns:
         Its exit code, -9 if killed, and the processor time.
     """
     child = os.fork()
     if not child:
-        silent = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(silent, 1)
-        os.dup2(silent, 2)
-        os._exit(execute(arguments))
+        said = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(said, 1)
+        os.dup2(said, 2)
+        try:
+            code = execute(arguments)
+        except BaseException:  # noqa: BLE001  nothing may reach what the parent has opened
+            traceback.print_exc()
+            code = 70
+        sys.stderr.flush()
+        os._exit(code)
     spent = 0.0
     while True:
         ended, status = os.waitpid(child, os.WNOHANG)
@@ -83,8 +90,9 @@ def points(
         How many were killed with the old, the new or no output in place, resumed, and what went wrong.
     """
     references: list[State | None] = []
+    log = output.with_name("log.txt")
     for variant in (0, 1):
-        code, whole = run([*command(variant), "--overwrite"])
+        code, whole = run([*command(variant), "--overwrite"], log)
         references.append(state(output))
         assert code == 0  # noqa: S101
         assert references[0] != references[variant] or not variant  # noqa: S101
@@ -99,7 +107,7 @@ def points(
             current = -1
         old, new = (None if current < 0 else references[current]), 1 - max(current, 0)
         limit = draw.uniform(0, whole)
-        code, spent = run([*command(new), "--overwrite"], limit)
+        code, spent = run([*command(new), "--overwrite"], log, limit)
         tally["killed" if code == -signal.SIGKILL else "ended before"] += 1
         found = state(output)
         name = "new" if found == references[new] else "none" if found is None else "old"
@@ -108,9 +116,12 @@ def points(
             faults.append(f"point {point} ({spent:.2f} s): {found}")
         resume = unfinished.exists()
         tally["resumed"] += resume
-        again, _ = run([*command(new), "--resume" if resume else "--overwrite"])
+        again, _ = run([*command(new), "--resume" if resume else "--overwrite"], log)
         if again or state(output) != references[new]:
-            faults.append(f"point {point} ({spent:.2f} s): the next run gave {again}, {state(output)}")
+            last = log.read_text()[-300:]
+            faults.append(
+                f"point {point} ({spent:.2f} s): the next run gave {again}, {state(output)}: {last}"
+            )
         if litter := sorted(p.name for p in output.parent.iterdir() if p.name.startswith(".")):
             faults.append(f"point {point}: left {litter}")
         current = new
@@ -142,7 +153,7 @@ def main() -> int:
                 model, place / "model.unfinished.pt", options.points, options.seed,
             )  # fmt: skip
         if options.command != "train":
-            run([*arguments, "--overwrite", "-o", str(model)])
+            run([*arguments, "--overwrite", "-o", str(model)], place / "log.txt")
             compress = ["compress", str(model), "--wbits", "2", "--abits", "8", "--epochs", "2"]
             output = place / "out"
             results["compress"] = points(
