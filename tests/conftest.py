@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -103,7 +104,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     place = tmp_path / "disk"
     place.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
-    if sys.platform != "linux" or os.geteuid() != 0 or subprocess.run(mount, check=False).returncode:
+    able = sys.platform == "linux" and os.geteuid() == 0 and shutil.which("mount") is not None
+    if not able or subprocess.run(mount, check=False).returncode:
         pytest.skip("making a small file system takes root on Linux")
     yield place
     subprocess.run(["umount", str(place)], check=True)
