@@ -187,8 +187,10 @@ def _search(kept: Kept, data: DataSplits, name: str, batch: int, target: float) 
 
 
 def _spread(values: Sequence[float], digits: int) -> str:
-    """Return the median and the extremes as text."""
+    """Return the median and the extremes as text; "never" is within the run's epochs."""
     shown = ["never" if math.isinf(v) else f"{v:.{digits}f}" for v in sorted(values)]
+    if shown[0] == shown[-1]:
+        return shown[0]
     return f"{shown[len(shown) // 2]} ({shown[0]}-{shown[-1]})"
 
 
