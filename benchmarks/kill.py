@@ -103,7 +103,7 @@ def points(
         if tally["killed"] == count:
             break
         if point % 5 == 4:
-            shutil.rmtree(output) if output.is_dir() else output.unlink()
+            shutil.rmtree(output) if output.is_dir() else output.unlink(missing_ok=True)
             current = -1
         old, new = (None if current < 0 else references[current]), 1 - max(current, 0)
         limit = draw.uniform(0, whole)
