@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
 from pathlib import Path
 from tokenize import TokenError
 from typing import TYPE_CHECKING, Any
@@ -18,14 +17,12 @@ from ul2q.pipeline.progress import Progress
 from ul2q.runtimes import onnxruntime as runtime
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch.nn import Module
 
     from ul2q.pipeline.checkpoint import Checkpoint
+    from ul2q.pipeline.data import DataSplits
 
 Array = npt.NDArray[Any]
-#: from inputs float32 [N, C, H, W] to the model's first output [N, ...]
-Predict = Callable[["Tensor"], "Tensor"]
-
 _BATCH = 256
 
 
@@ -75,7 +72,6 @@ def evaluate_file(
         UsageError: model and data cannot be used, or do not fit each other.
     """
     from ul2q.pipeline.checkpoint import load_checkpoint
-    from ul2q.pipeline.data import load_data
     from ul2q.pipeline.tasks import task_for
 
     if model.suffix == ".onnx":
@@ -87,7 +83,7 @@ def evaluate_file(
     spec = data or recorded
     if spec is None:
         raise UsageError("--data is missing: the model does not record what it was trained on")
-    data_splits = load_data(spec, **fit)
+    data_splits = _splits(spec, predict, fit)
     test = data_splits.test
     if test is None or not data_splits.labelled:
         raise UsageError(f"{spec} holds no labelled test samples: accuracy needs labels")
@@ -98,7 +94,33 @@ def evaluate_file(
     return {"samples": len(test), "top1": top1, "top5": top5, "metrics": found}
 
 
-def _onnx(model: Path) -> tuple[Predict, dict[str, Any], str | None]:
+def _splits(spec: str, predict: Module, fit: dict[str, Any]) -> DataSplits:
+    """Return the data in the form that the model takes."""
+    from ul2q.pipeline.config import QuantConfig
+    from ul2q.pipeline.data import Preprocess, load_data, load_several
+    from ul2q.pipeline.graph.inputs import input_names
+    from ul2q.pipeline.measure import OnnxModule
+    from ul2q.pipeline.mirror import KerasModule
+    from ul2q.pipeline.work import Work
+
+    names = input_names(predict)
+    if len(names) > 1:
+        preprocess, classes = fit["preprocess"], fit.get("classes")
+        if isinstance(preprocess, dict):
+            preprocess = Preprocess.from_dict(preprocess)
+        count = classes if classes is None or isinstance(classes, int) else len(classes)
+        shape = fit["input_shape"]
+        splits = load_several(Path(spec), names, input_shape=shape, preprocess=preprocess, num_classes=count)
+    else:
+        splits = load_data(spec, **fit)
+    if isinstance(predict, OnnxModule | KerasModule):
+        return splits  # which know the types of their inputs
+    work = Work(predict, splits, QuantConfig(wbits=8), Progress(quiet=True))
+    work.settle_inputs()
+    return work.data
+
+
+def _onnx(model: Path) -> tuple[Module, dict[str, Any], str | None]:
     from ul2q.pipeline.measure import OnnxModule
 
     module = OnnxModule(model)
@@ -110,7 +132,7 @@ def _onnx(model: Path) -> tuple[Predict, dict[str, Any], str | None]:
     return module, fit, None
 
 
-def _keras(model: Path) -> tuple[Predict, dict[str, Any], str | None]:
+def _keras(model: Path) -> tuple[Module, dict[str, Any], str | None]:
     from ul2q.pipeline.mirror import KerasModule, keras_runtime
 
     runtime = keras_runtime()
@@ -126,7 +148,7 @@ def _keras(model: Path) -> tuple[Predict, dict[str, Any], str | None]:
     return KerasModule(loaded), fit, None
 
 
-def _checkpoint(loaded: Checkpoint) -> tuple[Predict, dict[str, Any], str | None]:
+def _checkpoint(loaded: Checkpoint) -> tuple[Module, dict[str, Any], str | None]:
     fit = {"preprocess": loaded.preprocess, "input_shape": loaded.input_shape, "classes": loaded.classes}
     return loaded.model, fit, (loaded.data or {}).get("spec")
 
@@ -141,7 +163,8 @@ def run_file(model: Path, inputs: Path, *, low_memory: bool = False) -> Array:
     Args:
         model: the ONNX file.
         inputs: a .npy file, an image, or a folder of images (taken in the order of their names). Images and
-            byte arrays are preprocessed as the model records; other arrays are the model's input itself.
+            byte arrays are preprocessed as the model records; other arrays are the model's input itself. An
+            .npz file holds an array for each input, by the inputs' names or as x1, x2, …
         low_memory: run one sample at a time; also see ``runtime.session``.
 
     Returns:
@@ -151,8 +174,27 @@ def run_file(model: Path, inputs: Path, *, low_memory: bool = False) -> Array:
         UsageError: model or inputs cannot be used, or do not fit each other.
     """
     live = runtime.session(model, low_memory=low_memory)
+    step = 1 if low_memory else _BATCH
+    if inputs.suffix == ".npz":
+        return next(iter(runtime.run(live, _named_inputs(inputs, live), step).values()))
     x = _read_inputs(inputs, model, _fixed(live.get_inputs()[0].shape[1:]))
-    return next(iter(runtime.run(live, x, 1 if low_memory else _BATCH).values()))
+    return next(iter(runtime.run(live, x, step).values()))
+
+
+def _named_inputs(path: Path, live: Any) -> dict[str, Array]:
+    """Return the arrays of an .npz file by the names of the model's inputs.
+
+    Raises:
+        UsageError: it lacks one.
+    """
+    from ul2q.pipeline.data.arrays import npz_arrays
+
+    names = [spec.name for spec in live.get_inputs()]
+    arrays = npz_arrays(path)
+    for choice in (names, [f"x{i + 1}" for i in range(len(names))]):
+        if all(name in arrays for name in choice):
+            return {name: arrays[given] for name, given in zip(names, choice, strict=True)}
+    raise UsageError(f"{path} holds {', '.join(arrays) or 'nothing'}: the model takes {', '.join(names)}")
 
 
 def read_array(path: Path) -> Array:

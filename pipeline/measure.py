@@ -37,11 +37,14 @@ class OnnxModule(nn.Module):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.live = runtime.session(path)
+        self.input_names = tuple(spec.name for spec in self.live.get_inputs())
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Return the first output [N, …] for the inputs, each [N, …]."""
-        names = [spec.name for spec in self.live.get_inputs()]
-        feeds = {name: x.numpy() for name, x in zip(names, inputs, strict=True)}
+        feeds = {
+            spec.name: x.numpy().astype(runtime.numpy_type(spec.type), copy=False)
+            for spec, x in zip(self.live.get_inputs(), inputs, strict=True)
+        }
         return torch.from_numpy(next(iter(runtime.run(self.live, feeds).values())))
 
 

@@ -25,6 +25,11 @@ _DTYPES = {
 }
 
 
+def numpy_type(kind: str) -> np.dtype[Any]:
+    """Return the NumPy type of what ONNX Runtime calls ``tensor(int64)`` and so on; float32 for others."""
+    return np.dtype(_DTYPES.get(kind, np.float32))
+
+
 def _shape_text(shape: Sequence[int | str | None]) -> str:
     return "[" + ", ".join("N" if not isinstance(size, int) else str(size) for size in shape) + "]"
 
@@ -49,7 +54,7 @@ def _checked_input(spec: ort.NodeArg, x: npt.ArrayLike) -> Array:
         )
     if len(array) == 0:
         raise UsageError(f"input {spec.name!r} holds no samples")
-    dtype = np.dtype(_DTYPES.get(spec.type, np.float32))
+    dtype = numpy_type(spec.type)
     if array.dtype != dtype and (array.dtype.kind, dtype.kind) != ("f", "f"):
         raise UsageError(
             f"input {spec.name!r} is {array.dtype}, the model takes {dtype}: convert and scale it first"
@@ -94,7 +99,7 @@ def example_input(live: ort.InferenceSession, batch: int = 1, seed: int = 0) -> 
             raise UsageError(
                 f"input {spec.name!r} has the open shape {_shape_text(spec.shape)}: give an input"
             )
-        dtype = np.dtype(_DTYPES.get(spec.type, np.float32))
+        dtype = numpy_type(spec.type)
         values = generator.standard_normal(shape) if dtype.kind == "f" else np.zeros(shape)
         feeds[spec.name] = values.astype(dtype)
     return feeds

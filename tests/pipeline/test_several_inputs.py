@@ -16,6 +16,7 @@ from ul2q import QuantConfig, compress
 from ul2q.pipeline.compress import compress_file
 from ul2q.pipeline.data import InputsDataset, as_splits
 from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.evaluate import evaluate_file, run_file
 from ul2q.pipeline.graph.inputs import input_names, input_types, takes_sequences
 from ul2q.runtimes import onnxruntime as runtime
 
@@ -150,7 +151,17 @@ def test_two_inputs_from_a_file(tmp_path: Path) -> None:
             tmp_path / "module.pt", CONFIG, data=str(tmp_path / "data.npz"), trust_pickle=True,
             to=("onnx", "keras"), output=tmp_path / "other",
         )  # fmt: skip
+    written = tmp_path / "module-w4a8" / "model.onnx"
+    for model in (written, tmp_path / "module.pt"):
+        found = evaluate_file(model, str(tmp_path / "data.npz"), trust_pickle=True)
+        assert found["samples"] == 12
+    outputs = run_file(written, tmp_path / "data.npz")
+    np.testing.assert_array_equal(
+        outputs, next(iter(runtime.run(live, {"image": IMAGE, "extra": EXTRA}).values()))
+    )
     np.savez(tmp_path / "lacking.npz", x1=IMAGE)
+    with pytest.raises(UsageError, match=r"lacking\.npz holds x1: the model takes image, extra"):
+        run_file(written, tmp_path / "lacking.npz")
     for name in ("lacking.npz", "none.npz"):
         with pytest.raises(UsageError, match=r"x1\.\.x2"):
             compress_file(
@@ -175,6 +186,9 @@ def test_tokens_stay_whole_numbers(tmp_path: Path) -> None:
         "head": (True, None),
     }
     result.save(tmp_path / "out")
+    np.savez(tmp_path / "data.npz", tokens=tokens, hidden=hidden, y=Y)
+    found = evaluate_file(tmp_path / "out" / "model.onnx", str(tmp_path / "data.npz"))
+    assert found["samples"] == 12
     live = runtime.session(tmp_path / "out" / "model.onnx")
     assert [spec.type for spec in live.get_inputs()] == ["tensor(int64)", "tensor(float)"]
     assert result.report["parity"]["onnxruntime"]["argmax_agreement"] == 1
