@@ -21,12 +21,12 @@ _SHAPE = (3, 32, 32)
 
 
 def write(path: Path, count: int) -> None:
-    """Write ``count`` random byte images to ``path``, a thousand at a time."""
+    """Write ``count`` random images to ``path``, a thousand at a time."""
     rng = np.random.default_rng(0)
-    file = np.lib.format.open_memmap(path, "w+", np.uint8, (count, *_SHAPE))
+    file = np.lib.format.open_memmap(path, "w+", np.float32, (count, *_SHAPE))
     for start in range(0, count, 1000):
         part = file[start : start + 1000]
-        part[:] = rng.integers(0, 256, part.shape, np.uint8)
+        part[:] = rng.standard_normal(part.shape, np.float32)
     file.flush()
 
 
