@@ -142,7 +142,7 @@ def test_any_outputs_are_fitted_to_the_teacher(tmp_path: Path) -> None:
 def test_a_file_that_differs_is_not_kept(compressed: CompressedModel, tmp_path: Path) -> None:
     old = tmp_path / "out"
     old.mkdir()
-    (old / "model.onnx").write_bytes(b"precious")
+    (old / "report.json").write_bytes(b"precious")
     wrong = compress(network(), (X, Y), compressed.config)
     bias = wrong.exported.model.graph.initializers["0.bias"]
     assert bias.const_value is not None
@@ -150,7 +150,7 @@ def test_a_file_that_differs_is_not_kept(compressed: CompressedModel, tmp_path: 
     with pytest.raises(JobError, match=r"model\.onnx does not reproduce the network: .* first at 0 by"):
         wrong.save(old, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert {path.name: path.read_bytes() for path in old.iterdir()} == {"model.onnx": b"precious"}
+    assert {path.name: path.read_bytes() for path in old.iterdir()} == {"report.json": b"precious"}
 
 
 def broken_weights() -> nn.Module:

@@ -259,8 +259,8 @@ def test_every_layer_with_parameters_is_in_the_plan_once_with_its_reason(everyth
         "attention.out_proj": ("Linear", 20, 28, True, None),
         "twice": ("Linear", 20, 56, True, None),
         "mul": ("mul", 4, 28, False, f"mul {in_float}"),
-        "matmul": ("matmul", 16, 28, False, f"matmul {in_float}"),
-        "matmul__2": ("matmul", 12, 21, False, f"matmul {in_float}"),
+        "mix_linear": ("Linear", 16, 28, True, None),
+        "mix2_linear": ("Linear", 12, 21, True, None),
     }  # fmt: skip
     # What is in no row: the norm that was folded, and the layer that is not used.
     counted = sum(layer.parameters for layer in found.layers)
@@ -275,9 +275,10 @@ def test_excluded_layers_stay_in_float_with_their_norms(everything: Captured) ->
     assert excluded == ["stem.0", "attention.in_proj", "attention.out_proj"]
     assert not any(plan[name].quantized for name in excluded)
     assert plan["stem.1"].reason == "BatchNorm2d stands behind no quantised layer that could absorb it"
-    assert [site.name for site in found.sites] == ["add", "twice", "twice__2"]
+    expected = ["add", "twice", "twice__2", "mul", "mix_linear", "mix2_linear"]
+    assert [site.name for site in found.sites] == expected
     weighted = {n for n, m in found.module.named_modules() if parametrize.is_parametrized(m, "weight")}
-    assert weighted == {"up", "twice"}
+    assert weighted == {"up", "twice", "mix_linear", "mix2_linear"}
 
 
 @pytest.mark.parametrize(
