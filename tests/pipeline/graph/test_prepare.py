@@ -265,7 +265,12 @@ def test_every_layer_with_parameters_is_in_the_plan_once_with_its_reason(everyth
     # What is in no row: the norm that was folded, and the layer that is not used.
     counted = sum(layer.parameters for layer in found.layers)
     assert counted + 2 * 4 + 6 == sum(p.numel() for p in Everything().parameters())
-    assert everything.notes == ("spare: the forward pass does not use it; it is left out",)
+    folded = "its computed weight was folded into a plain weight"
+    assert sorted(everything.notes) == [
+        f"mix2_linear: {folded}",
+        f"mix_linear: {folded}",
+        "spare: the forward pass does not use it; it is left out",
+    ]
 
 
 def test_excluded_layers_stay_in_float_with_their_norms(everything: Captured) -> None:
