@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import io
 import math
 import pickle
+import pickletools
 import tokenize
 import zipfile
 from pathlib import Path
@@ -191,8 +193,11 @@ class _ArraysOnly(pickle.Unpickler):  # noqa: S301 - it is what makes unpickling
 
 def _unpickle(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
-            values = _ArraysOnly(file, encoding="bytes").load()
+        content = path.read_bytes()
+        for operation, argument, _ in pickletools.genops(content):  # which stops at lengths beyond the end
+            if operation.name.endswith("PUT") and argument > len(content):
+                raise pickle.UnpicklingError(f"it asks for a table of {argument} entries")
+        values = _ArraysOnly(io.BytesIO(content), encoding="bytes").load()
     except _DAMAGED as error:
         raise UsageError(_unreadable(path, "CIFAR-10 batch", error)) from error
     if not isinstance(values, dict):

@@ -102,6 +102,13 @@ def test_absurd_shapes_are_refused_before_memory_is_taken(tmp_path: Path) -> Non
         load_data(folder)
 
 
+@pytest.mark.case("malformed-file", outcome="refused")
+def test_a_pickle_that_asks_for_a_huge_table_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "data_batch_1").write_bytes(b"\x80\x02}r" + struct.pack("<I", 2**31) + b".")
+    with pytest.raises(UsageError, match="it asks for a table of 2147483648 entries"):
+        load_data(tmp_path)
+
+
 def test_members_with_names_outside_are_not_written_there(tmp_path: Path) -> None:
     path = tmp_path / "in" / "x.npz"
     path.parent.mkdir()
