@@ -72,7 +72,7 @@ def exported(model: nn.Module, path: Path) -> None:
 def decomposed(model: nn.Module, path: Path) -> None:
     with quiet():
         program = torch.export.export(model, (X[:2],), dynamic_shapes=DYNAMIC).run_decompositions()
-    torch.export.save(program, path)
+        torch.export.save(program, path)
 
 
 @pytest.fixture
