@@ -2,10 +2,10 @@
 
     python benchmarks/calibration_memory.py [--few 200] [--many 20000]
 
-Each count is calibrated in a process of its own, on random images that are mapped from a file and written by
-that script beforehand; the peak is that of the resident memory minus the pages of that file, which the system
-may drop at any time. The allocator is told to hand freed blocks back at once: what it otherwise keeps varies by
-a tenth from run to run, and stays the same from some thousand samples on.
+Each count is calibrated in a process of its own, on random images that are mapped from a file and written
+beforehand; the peak is that of the resident memory minus the pages of that file, which the system may drop at
+any time. The allocator is told to hand freed blocks back at once: what it otherwise keeps varies by a tenth
+from run to run, and stays the same from some thousand samples on.
 """
 
 from __future__ import annotations
