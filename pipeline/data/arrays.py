@@ -195,7 +195,7 @@ def _unpickle(path: Path) -> dict[str, Any]:
     try:
         content = path.read_bytes()
         for operation, argument, _ in pickletools.genops(content):  # which stops at lengths beyond the end
-            if operation.name.endswith("PUT") and argument > len(content):
+            if operation.name.endswith("PUT") and argument is not None and argument > len(content):
                 raise pickle.UnpicklingError(f"it asks for a table of {argument} entries")
         values = _ArraysOnly(io.BytesIO(content), encoding="bytes").load()
     except _DAMAGED as error:
