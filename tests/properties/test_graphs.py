@@ -192,7 +192,7 @@ def drawn(draw: Draw, integers: bool) -> Network:
         try:
             with torch.no_grad():
                 made = step.eval()(values[a], values[b])
-        except (RuntimeError, ValueError):  # shapes that this step does not take
+        except (RuntimeError, ValueError, IndexError):  # shapes that this step does not take
             continue
         if fits(made):
             network.reads.append((index, a, b))
