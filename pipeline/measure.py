@@ -99,8 +99,9 @@ def _weights(prepared: Prepared, weight: LoweredWeight) -> dict[str, Any]:
     per_channel = grid.per_channel and prepared.config.granularity == "channel"
     if not kept.size:
         return {"loss": None, "histogram": None}
+    rows = kept if weight.constant_channels else slice(None)
     return {
-        "loss": report_weights.loss(w[kept], dequantize(weight.codes, grid)[kept], per_channel=per_channel),
+        "loss": report_weights.loss(w[rows], dequantize(weight.codes, grid)[rows], per_channel=per_channel),
         "histogram": report_weights.histogram(w, grid.alpha, grid.beta),
     }
 

@@ -196,10 +196,11 @@ def quiet() -> Iterator[None]:
         logging.disable(level)
 
 
-def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a deep copy of ``module``."""
+def copy_graph(module: fx.GraphModule, *, own_parameters: bool = True) -> fx.GraphModule:
+    """Return a deep copy of ``module``, or one that reads the same parameters: buffers are always copied."""
+    shared = {} if own_parameters else {id(p): p for p in module.parameters()}
     with quiet():
-        return copy.deepcopy(module)
+        return copy.deepcopy(module, dict(shared))
 
 
 def output_names(module: fx.GraphModule) -> list[str]:

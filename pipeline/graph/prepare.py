@@ -107,7 +107,8 @@ class _Preparation:
     def __init__(self, captured: Captured, config: QuantConfig) -> None:
         self.config = config
         self.input_names = captured.input_names
-        self.module = copy_graph(captured.module)
+        # Calibration changes buffers only: without fine-tuning the weights need not be in memory twice.
+        self.module = copy_graph(captured.module, own_parameters=config.finetune_epochs > 0)
         self.graph = self.module.graph
         self.modules = dict(self.module.named_modules())
         self.excluded = self._excluded()

@@ -29,7 +29,7 @@ def histogram(w: NDArray[Any], alpha: ArrayLike, beta: ArrayLike) -> dict[str, A
         The fields of ``report.schema.WeightHistogram``; None if no channel has a step.
     """
     steps, offsets = np.asarray(alpha, np.float64), np.asarray(beta, np.float64)
-    values = np.asarray(w, np.float64)
+    values = np.array(w, np.float64)  # a copy, to be changed in place: weights may be large
     if steps.ndim:
         varies = steps > 0
         if not varies.any():
@@ -38,13 +38,14 @@ def histogram(w: NDArray[Any], alpha: ArrayLike, beta: ArrayLike) -> dict[str, A
         values = values / along(steps[varies], values.ndim, 0, np)
     mean, reach = values.mean(), _REACH * values.std()
     low, high = max(values.min(), mean - reach), min(values.max(), mean + reach)
-    counts, edges = np.histogram(np.clip(values, low, high), BINS, (low, high))
+    outside = int(np.count_nonzero(values < low) + np.count_nonzero(values > high))
+    counts, edges = np.histogram(np.clip(values, low, high, out=values), BINS, (low, high))
     return {
         "unit": "step" if steps.ndim else "weight",
         "low": float(edges[0]),
         "high": float(edges[-1]),
         "counts": [int(count) for count in counts],
-        "outside": int(np.count_nonzero((values < low) | (values > high))),
+        "outside": outside,
     }
 
 
@@ -62,7 +63,12 @@ def loss(w: NDArray[Any], w_q: NDArray[Any], *, per_channel: bool) -> float | No
     Returns:
         The ratio; None if no weight differs from its mean.
     """
-    wide = np.asarray(w, np.float64)
-    rows = wide.reshape(len(wide) if per_channel else 1, -1)
-    spread = np.sum((rows - rows.mean(axis=1, keepdims=True)) ** 2)
-    return float(np.sum((wide - w_q) ** 2) / spread) if spread > 0 else None
+    rows = w.reshape(len(w) if per_channel else 1, -1)
+    spread = _squares(rows, rows.mean(axis=1, keepdims=True, dtype=np.float64))
+    return _squares(w, w_q) / spread if spread > 0 else None
+
+
+def _squares(a: NDArray[Any], b: NDArray[Any]) -> float:
+    """Return the sum of (a − b)², with one array in between."""
+    difference = np.subtract(a, b, dtype=np.float64).ravel()
+    return float(np.einsum("i,i->", difference, difference))
