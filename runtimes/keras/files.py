@@ -73,6 +73,7 @@ def _check_size(path: Path) -> None:
     """
     with zipfile.ZipFile(path) as archive:
         config = json.loads(archive.read("config.json"))
+        config.pop("compile_config", None)  # the optimiser is not loaded either
         stored = sum(member.file_size for member in archive.infolist() if member.filename.endswith(".h5"))
     if max(_integers(config), default=0) <= _LARGE:
         return
