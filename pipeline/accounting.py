@@ -15,9 +15,8 @@ import torch
 from torch import fx, nn
 
 from ul2q.pipeline.graph import operators
-from ul2q.pipeline.graph.capture import EXAMPLE_BATCH
 from ul2q.pipeline.graph.folding import master_weight
-from ul2q.pipeline.graph.prepare import LayerPlan, Prepared
+from ul2q.pipeline.graph.prepare import LayerPlan, Prepared, sample_elements
 from ul2q.pipeline.quantize.fake import ActivationQuantizer
 
 aten = torch.ops.aten
@@ -256,8 +255,6 @@ class _Liveness:
         total = 0
         for item in values:
             if isinstance(item, torch.Tensor):
-                batched = not all(isinstance(size, int) for size in item.shape)
-                count = int(item.numel()) // (EXAMPLE_BATCH if batched else 1)
                 bits = self.abits if node in self.coded else 8 * item.element_size()
-                total += math.ceil(count * bits / 8)
+                total += math.ceil(sample_elements(item) * bits / 8)
         return total

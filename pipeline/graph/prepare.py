@@ -11,6 +11,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx, nn
 from torch.nn.utils import parametrize
@@ -328,6 +329,10 @@ def _unused(name: str, taken: Collection[str]) -> str:
 def _elements_per_sample(node: fx.Node) -> int:
     """Return the output elements for one sample."""
     value = node.meta["val"]
-    value = value[0] if isinstance(value, tuple | list) else value
+    return sample_elements(value[0] if isinstance(value, tuple | list) else value)
+
+
+def sample_elements(value: Any) -> int:
+    """Return the elements for one sample of a value in a captured graph; a constant has them all."""
     batched = not all(isinstance(size, int) for size in value.shape)
     return int(value.numel()) // (EXAMPLE_BATCH if batched else 1)
