@@ -182,7 +182,7 @@ def _grown(alpha: np.ndarray, beta: np.ndarray, k: int, form: _Form) -> np.ndarr
     M, step = form.multiplier, _reaching(alpha, beta, k, form)
     last = np.where(beta > 0, form.high, -form.low)
     whole = last + M * np.round((abs(beta) * M / step - last) / M)
-    far = step > 2 * alpha / ul2q.LAMBDA[k]
+    far = (step > 2 * alpha / ul2q.LAMBDA[k]) & (whole != 0)  # zero is a level whatever the step
     return np.where(far, abs(beta) * M / np.where(far, whole, 1.0), step)
 
 

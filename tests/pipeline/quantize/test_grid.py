@@ -283,6 +283,15 @@ def test_constant_channels_among_others(k: int, mean: float) -> None:
     np.testing.assert_array_equal(back[[0, 2, 5]], dequantize(others, other_grid))
 
 
+@pytest.mark.parametrize("mean", [-1000.0, 1000.0])
+def test_a_tiny_channel_around_zero_beside_channels_far_from_it(mean: float) -> None:
+    w = normal(mean, (4, 64))
+    w[1] = np.tile(np.float32([1e-3, -1e-3]), 32)  # its mean is exactly zero
+    back = dequantize(*quantize_weight(w, 8, "channel"))
+    assert np.abs(back[1] - w[1]).max() <= 1e-3  # one side is out of reach of the common offset
+    assert np.abs(back - w)[[0, 2, 3]].max() < 2.0
+
+
 @pytest.mark.parametrize("k", WIDTHS)
 @pytest.mark.parametrize("granularity", BOTH)
 @pytest.mark.case("outlier", "one-element", outcome="works")
