@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Sequence
-from typing import Any
+import itertools
+from collections.abc import Collection, Iterator, Sequence
 
-import numpy as np
 import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from ul2q import __version__
 
+#: metadata entry of a node with the scope that it belongs to
+SCOPE = "ul2q.scope"
+# Larger initialisers are not compared with each other.
+_COMPARED = 2**14
+# Nodes between codes and real numbers: they belong to the operators around them.
+_CONVERSIONS = ("QuantizeLinear", "DequantizeLinear")
+# Attributes for which the standard names a default in words only: a value for each axis.
+_AXIS_DEFAULTS = {"dilations": 1, "pads": 0, "strides": 1}
+_WINDOWED = ("Conv", "MaxPool", "AveragePool")
+
 
 def finish(
-    model: ir.Model, input_names: Sequence[str], output_names: Sequence[str], wide: Collection[str] = ()
+    model: ir.Model,
+    input_names: Sequence[str],
+    output_names: Sequence[str],
+    layers: Collection[str] = (),
+    wide: Collection[str] = (),
 ) -> dict[str, str]:
     """Clean an exported graph and name everything in it after the layers.
 
@@ -23,15 +36,16 @@ def finish(
         model: as torch.onnx exports it; changed in place.
         input_names: names of the inputs, where there are several.
         output_names: names of the outputs.
+        layers: scopes that count as one, whatever is inside.
         wide: scopes whose weights reach beyond ±64.
 
     Returns:
         The last uint8 tensor of each scope: the codes of a site.
     """
     graph = model.graph
-    passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
-    passes.RemoveUnusedNodesPass()(model)
-    passes.DeduplicateInitializersPass()(model)
+    for node in graph:
+        node.metadata_props[SCOPE] = _scope(node, layers)
+    lift_constants(model)
     _own_tensors(graph, wide)
     _drop_default_attributes(model)
     _own_outputs(graph)
@@ -45,13 +59,21 @@ def finish(
     return {scope: str(value.name) for scope, value in sites.items()}
 
 
-def _scope(node: ir.Node) -> str:
-    if "ul2q.scope" in node.metadata_props:
-        return node.metadata_props["ul2q.scope"]
+def lift_constants(model: ir.Model) -> None:
+    """Make every constant of ``model`` an initialiser, equal ones the same; what nothing reads goes."""
+    passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    passes.RemoveUnusedNodesPass()(model)
+    passes.DeduplicateInitializersPass(size_limit=_COMPARED)(model)
+
+
+def _scope(node: ir.Node, layers: Collection[str] = ()) -> str:
+    if SCOPE in node.metadata_props:
+        return node.metadata_props[SCOPE]
     names = ast.literal_eval(node.metadata_props.get("pkg.torch.onnx.name_scopes", "[]"))
     # Scopes are nested names; a function node of the graph itself only has its own.
     scopes = [n for n in names[:-1] if n and not n.startswith("_empty_nn_module_stack")]
-    return scopes[-1] if scopes else (names[-1] if names else node.op_type)
+    own = [scope for scope in scopes if scope in layers]
+    return (own or scopes or names or [node.op_type])[-1]
 
 
 def _own_outputs(graph: ir.Graph) -> None:
@@ -69,23 +91,42 @@ def _own_outputs(graph: ir.Graph) -> None:
 def _name(graph: ir.Graph, input_names: Sequence[str], output_names: Sequence[str]) -> dict[str, ir.Value]:
     """Return the last uint8 tensor of each scope, after naming everything.
 
-    Nodes become ``scope/Operator``, tensors are named after their nodes, a single input is ``input``.
+    A single input is ``input``, codes have the name of the layer that makes them, and operators are
+    ``scope/Operator``. Nodes that only widen constants or change between codes and real numbers have no
+    name, and their values as the other constants have short ones: in networks of many small layers names
+    would take more of the file than scales.
     """
     taken: set[str] = {v.name for v in graph.initializers.values() if v.name}
+    short = (name for n in itertools.count() if (name := f"_{n:x}") not in taken)
     anonymous = [v for v in graph.initializers.values() if v.name and v.name.startswith("val_")]
+    _name_ends(graph, ["input"] if len(graph.inputs) == 1 else input_names, output_names, taken)
     sites: dict[str, ir.Value] = {}
+    constant: set[ir.Value | None] = {None, *graph.initializers.values()}
     for node in graph:
-        scope = _scope(node)
-        node.name = _unique(f"{scope}/{node.op_type}", taken)
-        for i, value in enumerate(node.outputs):
-            value.name = node.name if i == 0 else f"{node.name}:{i}"
-            if value.dtype == ir.DataType.UINT8:
+        scope, folded = _scope(node), constant.issuperset(node.inputs)
+        auxiliary = folded or node.op_type in _CONVERSIONS
+        node.name = None if auxiliary else _unique(f"{scope}/{node.op_type}", taken)
+        constant.update(node.outputs if folded else ())
+        _name_values(node, scope, short, taken)
+        for value in node.outputs:
+            if value.dtype == ir.DataType.UINT8 and not folded:
                 sites[scope] = value
     for value in anonymous:
-        array = value.const_value.numpy() if value.const_value is not None else np.empty(0)
-        _rename_initializer(graph, value, _unique(_constant_name(array), taken))
-    _name_ends(graph, ["input"] if len(graph.inputs) == 1 else input_names, output_names, taken)
+        _rename_initializer(graph, value, next(short))
     return sites
+
+
+def _name_values(node: ir.Node, scope: str, short: Iterator[str], taken: set[str]) -> None:
+    for i, value in enumerate(node.outputs):
+        if value.is_graph_output():
+            continue
+        rounded = [user.op_type for user, _ in value.uses()] == ["QuantizeLinear"]
+        if value.dtype == ir.DataType.UINT8 and node.name is None:
+            value.name = _unique(scope, taken)
+        elif node.name is None or rounded:
+            value.name = next(short)
+        else:
+            value.name = node.name if i == 0 else f"{node.name}:{i}"
 
 
 def _own_tensors(graph: ir.Graph, wide: Collection[str]) -> None:
@@ -138,7 +179,11 @@ def _drop_default_attributes(model: ir.Model) -> None:
         known = onnx.defs.get_schema(node.op_type, opset, node.domain).attributes
         for name, attribute in list(node.attributes.items()):
             default = known[name].default_value if name in known else None
-            if default is not None and default.name and ir.to_proto(attribute) == _named(default, name):
+            if (default is not None and default.name and ir.to_proto(attribute) == _named(default, name)) or (
+                node.op_type in _WINDOWED
+                and name in _AXIS_DEFAULTS
+                and {*attribute.as_ints()} == {_AXIS_DEFAULTS[name]}
+            ):
                 del node.attributes[name]
 
 
@@ -154,16 +199,6 @@ def _unique(name: str, taken: set[str]) -> str:
         candidate = f"{name}_{n}"
     taken.add(candidate)
     return candidate
-
-
-def _constant_name(array: Any) -> str:
-    if array.ndim == 0:
-        return (
-            f"{array.dtype.name}_{array.item():.9g}"
-            if array.dtype.kind == "f"
-            else f"{array.dtype.name}_{array}"
-        )
-    return f"{array.dtype.name}_{'x'.join(map(str, array.shape))}"
 
 
 def _rename_initializer(graph: ir.Graph, value: ir.Value, name: str) -> None:

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from ul2q import __version__
-from ul2q.exporters.finishing import finish
+from ul2q.exporters.finishing import finish, lift_constants
 from ul2q.exporters.metadata import layers_json
+from ul2q.exporters.narrowing import narrow
 from ul2q.exporters.serialize import serialized
 from ul2q.exporters.translations import TRANSLATIONS
 from ul2q.exporters.unpacking import Unpacker
@@ -125,7 +126,9 @@ def export_lowered(
     graph = exported.graph
     storage = _pack_weights(graph, lowered.weights, config.storage)
     wide = [path for path, weight in lowered.weights.items() if _is_wide(weight)]
-    sites = finish(exported, lowered.input_names, output_names(lowered.module), wide)
+    lift_constants(exported)
+    narrow(graph)
+    sites = finish(exported, lowered.input_names, output_names(lowered.module), lowered.weights, wide)
     entries = {
         "ul2q.version": __version__,
         "ul2q.min_onnxruntime": OPSETS[opset][1],

@@ -20,10 +20,11 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from ul2q.exporters import packing
+from ul2q.exporters.finishing import SCOPE
 from ul2q.pipeline.graph.layers import LoweredWeight
 
 # Bytes that the unpacking nodes of one weight take in the file, about: less is not worth packing.
-_NODES = 500
+_NODES = 250
 # From so many weights on, a table of its own costs a layer less than the memory of two look-ups at load.
 _LARGE = 2**16
 
@@ -158,7 +159,7 @@ class Unpacker:
 
     def _node(self, op_type: str, stem: str, *inputs: ir.Value | None, **attributes: Any) -> ir.Value:
         node = ir.node(op_type, list(inputs), attributes)
-        node.metadata_props["ul2q.scope"] = stem
+        node.metadata_props[SCOPE] = stem
         self.graph.insert_before(self.first, node)
         return node.outputs[0]
 

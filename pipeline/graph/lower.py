@@ -18,6 +18,7 @@ from ul2q.pipeline.graph.folding import fold_norm, master_weight, onnx_pads, qua
 from ul2q.pipeline.graph.layers import CodeFormat, LoweredWeight
 from ul2q.pipeline.graph.prepare import LayerPlan, Prepared, Site
 from ul2q.pipeline.graph.rebuild import assign, attribute
+from ul2q.pipeline.quantize.arithmetic import half_precision, round_bias
 from ul2q.pipeline.quantize.grid import (
     dequantize,
     integer_weight,
@@ -29,8 +30,8 @@ aten = torch.ops.aten
 
 # The int32 accumulator, bias included, must never overflow.
 _INT32_MAX = 2**31 - 1
-# Integer bias of a channel that is a constant: exact enough and far from overflow.
-_CONSTANT_BIAS = 2**22
+# Integer bias of a channel that is a constant: fits 16 bits, and is exact to 1/128 step.
+_CONSTANT_BIAS = 2**14
 
 
 @dataclass(frozen=True)
@@ -293,7 +294,9 @@ class _Lowering:
         norm = self.modules[str(self.nodes[site.batch_norm].target)] if site.batch_norm else None
         norm_name = str(self.nodes[site.batch_norm].target) if site.batch_norm else None
         factor, bias = fold_norm(layer, norm)
-        weight, integer_bias = self._quantized(name, layer, factor, bias, source.scale, norm_name)
+        weight, bias = self._quantized(name, layer, factor, bias, source.scale, norm_name)
+        steps = weight.scale.astype(np.float64) * source.scale / out.scale  # of the output, per bias unit
+        integer_bias = round_bias(bias, steps)
         self.weights[site.name] = weight
         if isinstance(layer, nn.Linear):
             return layers.IntegerLinear(weight, integer_bias, source, out)
@@ -309,8 +312,10 @@ class _Lowering:
         bias: NDArray[np.float64],
         in_scale: float,
         norm_name: str | None,
-    ) -> tuple[LoweredWeight, NDArray[np.int32]]:
-        """Return integer weight and bias of a layer; ``factor`` and ``bias`` [C] come from the batch norm.
+    ) -> tuple[LoweredWeight, NDArray[np.float64]]:
+        """Return integer weight and the bias in units of the accumulator, yet to be rounded.
+
+        ``factor`` and ``bias`` [C] come from the batch norm.
 
         Raises:
             JobError: a sum of products could overflow 32 bits.
@@ -318,7 +323,7 @@ class _Lowering:
         config = self.prepared.config
         q, grid = quantized_weight(layer, config.wbits, config.granularity, config.quantizer)
         sqnr = sqnr_db(master_weight(layer).numpy(), dequantize(q, grid))
-        scale = (np.broadcast_to(grid.scale, factor.shape).astype(np.float64) * factor).astype(np.float32)
+        scale = half_precision(np.broadcast_to(grid.scale, factor.shape).astype(np.float64) * factor)
         unit = (np.float32(in_scale) * scale).astype(np.float64)  # value of one unit of the accumulator
         reach = 255 * np.abs(integer_weight(q, grid).astype(np.int64)).reshape(len(q), -1).sum(1)
         with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
@@ -331,6 +336,7 @@ class _Lowering:
             scale[constant] = np.where(
                 value == 0, 1.0, np.abs(value) / (np.float32(in_scale) * _CONSTANT_BIAS)
             )
+            scale = half_precision(scale.astype(np.float64))
             unit = (np.float32(in_scale) * scale).astype(np.float64)
             integer_bias[constant] = value / unit[constant]
         if reach.max(initial=0) >= _INT32_MAX:
@@ -340,7 +346,7 @@ class _Lowering:
         lowered = LoweredWeight(
             name, op, q, grid, scale, stored, sqnr, norm_name, tuple(int(c) for c in constant)
         )
-        return lowered, np.rint(integer_bias).astype(np.int32)
+        return lowered, integer_bias
 
     def _float_layer(
         self, name: str, layer: Any, norm: nn.Module | None, norm_name: str | None = None

@@ -25,6 +25,12 @@ from scipy.special import expit
 
 _F32 = np.float32
 _CODES = np.arange(256, dtype=np.float32)
+_INT16_MAX = 2**15 - 1
+
+#: From so many channels on, scales and biases are chosen so that files can hold them in 16 bits.
+MANY_CHANNELS = 64
+#: How far a bias of 16 bits may move an output, in output steps.
+BIAS_ERROR = 1 / 32
 
 
 def fma(a: Any, b: Any, c: Any) -> NDArray[np.float32]:
@@ -48,6 +54,34 @@ def multiplier(in_scale: float, weight_scale: Any, out_scale: float) -> NDArray[
     QLinearConv, QLinearMatMul and QGemm. ``weight_scale`` is [] or [C], and so is the result.
     """
     return np.asarray(_F32(in_scale) * np.asarray(weight_scale, np.float32) / _F32(out_scale))
+
+
+def half_precision(scale: NDArray[np.float64]) -> NDArray[np.float32]:
+    """Return weight scales [C]; where there are many, with the 11 significant bits of float16.
+
+    Files can then hold them in 16 bits. Whatever its size, a scale moves by at most 2^−11 of itself.
+    """
+    if len(scale) < MANY_CHANNELS:
+        return scale.astype(np.float32)
+    mantissa, exponent = np.frexp(scale)
+    return np.ldexp(np.rint(mantissa * 2**11), exponent - 11).astype(np.float32)
+
+
+def round_bias(bias: NDArray[np.float64], factor: NDArray[np.float64]) -> NDArray[np.int32]:
+    """Return integer biases [C]; where there are many, 16-bit numbers times one power of two, if possible.
+
+    Args:
+        bias: [C], in units of the accumulator.
+        factor: [C], output steps of one such unit.
+
+    Returns:
+        The nearest integers, or multiples of a power of two if these move no output by more than 1/32 step.
+    """
+    largest = float(np.abs(bias).max(initial=0))
+    unit = 2.0 ** max(0, int(np.ceil(np.log2(max(largest, 1) / _INT16_MAX))))
+    if len(bias) < MANY_CHANNELS or unit / 2 * np.abs(factor).max() > BIAS_ERROR:
+        unit = 1.0
+    return (np.rint(bias / unit) * unit).astype(np.int32)
 
 
 def requantize(accumulator: Any, factor: Any, zero_point: int) -> NDArray[np.uint8]:

@@ -34,7 +34,7 @@ from ul2q.runtimes.keras.layers import (
     UL2QDepthwiseConv2D,
 )
 from ul2q.runtimes.keras.moving import LowPadding, Part
-from ul2q.runtimes.keras.reader import Integers, Operator
+from ul2q.runtimes.keras.reader import Integers, Operator, Weight
 
 if TYPE_CHECKING:
     from ul2q.runtimes.keras.loader import Loading
@@ -112,9 +112,8 @@ def _dequantize(loading: Loading, operator: Operator) -> None:
 # Weighted layers
 
 
-def _stored(loading: Loading, values: Integers) -> dict[str, Any]:
-    """Return the arguments that a layer of the file's weight ``values`` needs."""
-    weight = loading.network.weight(values)
+def _stored(loading: Loading, weight: Weight) -> dict[str, Any]:
+    """Return the arguments that a layer of the file's ``weight`` needs."""
     grid = {
         "multiplier": weight.grid.multiplier,
         "zero_point": weight.grid.zero_point,
@@ -122,7 +121,7 @@ def _stored(loading: Loading, values: Integers) -> dict[str, Any]:
     }
     return {
         "wbits": weight.grid.k, "granularity": weight.granularity, "frozen": not loading.trainable,
-        "stored": grid, "onnx_name": values.layer, "name": loading.unique(values.layer), "dtype": "float32",
+        "stored": grid, "onnx_name": weight.layer, "name": loading.unique(weight.layer), "dtype": "float32",
     }  # fmt: skip
 
 
@@ -136,11 +135,11 @@ def _weighted(
     flat: tuple[int, ...] | None = None,
 ) -> None:
     """Add a layer with integer weights behind ``value``."""
-    weight = loading.network.weight(values)
+    weight = loading.network.weight(values, operator.layer)
     codes = weight.codes if flat is None else layout.flatten_rows(weight.codes, flat, np)
     bias = loading.constant(operator, 2)
     quantized = loading.format_behind(operator) if value.format is not None else None
-    arguments = {**_stored(loading, values), **arguments}
+    arguments = {**_stored(loading, weight), **arguments}
     if quantized is not None and layer_class is not UL2QConv2DTranspose and isinstance(bias, Integers):
         arguments["stored"] |= {"source": list(value.format or ()), "out": list(quantized[0])}
         if layer_class.kind in ("conv", "dense"):  # type: ignore[attr-defined]

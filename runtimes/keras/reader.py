@@ -32,13 +32,11 @@ class Integers:
         stored: int8 or int32.
         zero_point: one for the tensor.
         scale: float32 [C], or None while it is not known.
-        layer: name of the layer that they belong to.
     """
 
     stored: NDArray[Any]
     zero_point: int
     scale: NDArray[np.float32] | None
-    layer: str
 
 
 Constant = NDArray[Any] | Integers
@@ -50,7 +48,7 @@ class Operator:
 
     Attributes:
         op: its type.
-        name: its name, ``layer/Type``.
+        name: its name, ``layer/Type``; of an unnamed one that of its output.
         inputs: names of values; constants are in `Network.constants`, absent ones "".
         outputs: names of values.
         attributes: its attributes.
@@ -102,17 +100,15 @@ class Network:
     metadata: dict[str, str]
     readers: dict[str, list[Operator]] = field(default_factory=dict)
 
-    def weight(self, values: Integers) -> Weight:
-        """Return codes and grid of a layer's weight.
+    def weight(self, values: Integers, layer: str) -> Weight:
+        """Return codes and grid of the weight of ``layer``.
 
         Raises:
             UsageError: the file says nothing about the layer, or something that does not fit.
         """
-        entry = self.layers.get(values.layer)
+        entry = self.layers.get(layer)
         if entry is None:
-            raise UsageError(
-                f"{self.file}: ul2q.layers says nothing of {values.layer}: compress the model again"
-            )
+            raise UsageError(f"{self.file}: ul2q.layers says nothing of {layer}: compress the model again")
         m = int(entry.get("m", 0))
         multiplier = 2 * m or 1
         offset = np.asarray(entry["z"] if m else entry["o"], np.int32) + m
@@ -123,7 +119,7 @@ class Network:
         half = 2 ** (entry["k"] - 1)
         if rest.any() or q.min() < -half or q.max() >= half:
             raise UsageError(
-                f"{self.file}: the weights of {values.layer} are not the {entry['k']}-bit codes that "
+                f"{self.file}: the weights of {layer} are not the {entry['k']}-bit codes that "
                 "ul2q.layers describes: compress the model again"
             )
         scale = np.where(alpha > 0, alpha / np.float32(multiplier), np.float32(1)).astype(np.float32)
@@ -132,7 +128,7 @@ class Network:
             zero_point=int(entry["zero_point"]),
         )  # fmt: skip
         factor = np.ones(1, np.float32) if values.scale is None else values.scale.reshape(-1)
-        return Weight(values.layer, q.astype(np.int8), grid, entry["granularity"], factor)
+        return Weight(layer, q.astype(np.int8), grid, entry["granularity"], factor)
 
 
 @contextmanager
@@ -182,6 +178,10 @@ def read_network(path: str | Path) -> Network:
         return _Reading(file, model).run(layers, metadata)
 
 
+def _name(node: onnx.NodeProto) -> str:
+    return node.name or str(node.output[0])
+
+
 class _Reading:
     def __init__(self, file: str, model: onnx.ModelProto) -> None:
         self.file, self.graph = file, model.graph
@@ -203,7 +203,7 @@ class _Reading:
             else:
                 attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
                 self.operators.append(
-                    Operator(node.op_type, node.name, tuple(node.input), tuple(node.output), attributes)
+                    Operator(node.op_type, _name(node), tuple(node.input), tuple(node.output), attributes)
                 )
         readers: dict[str, list[Operator]] = {}
         for operator in self.operators:
@@ -224,21 +224,20 @@ class _Reading:
         Raises:
             UsageError: integer weights are used in an unknown way.
         """
-        layer = node.name.rpartition("/")[0]
         first = inputs[0] if inputs else None
         if node.op_type == "DequantizeLinear" and isinstance(first, np.ndarray):
             zero_point = self._common(node, inputs[2]) if len(inputs) > 2 else 0
             scale = np.atleast_1d(np.asarray(inputs[1], np.float32))
-            self.constants[node.output[0]] = Integers(first, zero_point, scale, layer)
+            self.constants[node.output[0]] = Integers(first, zero_point, scale)
             return
         if isinstance(first, Integers):
             self.constants[node.output[0]] = self._real(node, first, inputs[1:])
             return
         if any(isinstance(value, Integers) for value in inputs):
-            raise UsageError(f"{self.file}: {node.name} reads integer weights in an unknown way")
+            raise UsageError(f"{self.file}: {_name(node)} reads integer weights in an unknown way")
         to_float = node.op_type == "Cast" and node.attribute[0].i == onnx.TensorProto.FLOAT
         if to_float and isinstance(first, np.ndarray) and first.dtype == np.int8:
-            self.constants[node.output[0]] = Integers(first, 0, None, layer)
+            self.constants[node.output[0]] = Integers(first, 0, None)
             return
         feeds = dict(zip([n for n in node.input if n], inputs, strict=True))
         results = ReferenceEvaluator(self._alone(node)).run(None, feeds)
@@ -253,15 +252,15 @@ class _Reading:
         value = rest[0] if rest else None
         if isinstance(value, np.ndarray) and first.scale is None:
             if node.op_type == "Sub" and value.size == 1:
-                return Integers(first.stored, int(value), None, first.layer)
+                return Integers(first.stored, int(value), None)
             if node.op_type == "Mul":
-                return Integers(first.stored, first.zero_point, value.reshape(-1), first.layer)
-        raise UsageError(f"{self.file}: {node.name} does an unknown thing with integer weights")
+                return Integers(first.stored, first.zero_point, value.reshape(-1))
+        raise UsageError(f"{self.file}: {_name(node)} does an unknown thing with integer weights")
 
     def _common(self, node: onnx.NodeProto, zero_point: Constant) -> int:
         values = np.unique(np.asarray(zero_point))
         if len(values) != 1:
-            raise UsageError(f"{self.file}: {node.name} has several zero points, which no layer takes")
+            raise UsageError(f"{self.file}: {_name(node)} has several zero points, which no layer takes")
         return int(values[0])
 
     def _alone(self, node: onnx.NodeProto) -> onnx.ModelProto:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ul2q import __version__
+from ul2q import __version__, models
 from ul2q.exporters.onnx import OPSETS, export_float, export_lowered
 from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.errors import UsageError
@@ -333,6 +333,32 @@ def test_several_inputs_and_outputs_keep_their_own_names(deployed: Deployed) -> 
     live = runtime.session(deployed("ends", 3, "tensor").path)
     assert [spec.name for spec in live.get_inputs()] == ["image", "sequence"]
     assert [spec.name for spec in live.get_outputs()] == ENDS_OF_ENDS
+
+
+def test_codes_have_the_names_of_layers_and_all_names_are_distinct(small: Any) -> None:
+    graph = onnx.load(small.path).graph
+    assert small.exported.code_tensors.keys() == small.lowered.code_formats.keys()
+    assert {s: t for s, t in small.exported.code_tensors.items() if t != s} == {"mean": "mean/Reshape"}
+    operators = [node for node in graph.node if node.name]
+    assert {"Conv", "Gemm", "Add"} <= {node.op_type for node in operators}
+    assert not {"QuantizeLinear", "DequantizeLinear", "Cast"} & {node.op_type for node in operators}
+    names = [node.name for node in operators]
+    assert len(set(names)) == len(names)
+    values = [name for node in graph.node for name in node.output] + [t.name for t in graph.initializer]
+    assert len({*values, "input"}) == len(values) + 1
+
+
+def test_many_small_layers_shrink_as_much(deploy: Any) -> None:
+    torch.manual_seed(0)
+    model = models.build("mobilenet_v2")
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.weight, 0.5, 2.0)
+            nn.init.normal_(module.bias)
+    found = deploy(model.eval(), [torch.randn(4, 3, 32, 32)], wbits=2)
+    float_size = len(export_float(found.captured, found.inputs).to_bytes())
+    assert 14 * found.path.stat().st_size <= float_size
+    assert found.verify().differing_codes == 0
 
 
 def test_metadata_describe_every_quantiser(small: Any) -> None:

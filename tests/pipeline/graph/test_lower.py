@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 import torch.nn.functional as F
+from onnx import helper
 from torch import Tensor, nn
 
 from ul2q.pipeline.calibrate import calibrate
@@ -18,6 +20,7 @@ from ul2q.pipeline.graph.folding import float_state_dict
 from ul2q.pipeline.graph.lower import Lowered, lower
 from ul2q.pipeline.graph.prepare import Prepared, prepare
 from ul2q.pipeline.measure import constant_channels
+from ul2q.pipeline.quantize.arithmetic import MANY_CHANNELS
 
 
 class Net(nn.Module):
@@ -61,7 +64,8 @@ def normalise(norm: Any, y: Tensor) -> Tensor:
 def check_layers(prepared: Prepared, lowered: Lowered, inputs: Sequence[Tensor]) -> None:
     """Compare every layer's codes with the exact result of its dequantised inputs and weights.
 
-    A code may be half a step away, plus half a unit of the integer bias and the rounding of float32.
+    A code may be half a step away, plus half a unit of the integer bias and the rounding of float32. Where
+    scales and biases have 16 bits, also what these leave out: 2^−11 of the products and 1/32 of a step.
     """
     prepared.module.eval()
     seen = run_layers(lowered, inputs)
@@ -87,6 +91,8 @@ def check_layers(prepared: Prepared, lowered: Lowered, inputs: Sequence[Tensor])
         unit = torch.from_numpy(np.abs(weight.scale) * module.source.scale).double()
         rounding = 2.0**-22 * (size * factor.abs().reshape(axis) + y.abs() + 255 * step)
         bound = step / 2 + unit.reshape(axis) / 2 + rounding
+        if len(w) >= MANY_CHANNELS:
+            bound = bound + size * factor.abs().reshape(axis) / 2**11 + step / 32
         constant = list(weight.constant_channels)
         if constant:  # what they leave out is as small as their reason says
             bound[:, constant] += (size * factor.abs().reshape(axis))[:, constant]
@@ -272,6 +278,27 @@ def test_awkward_batch_norms_fold_into_scale_and_bias(
     bias = lowered.module.get_submodule("conv").bias.long()
     reach = 255 * np.abs(conv.stored.astype(np.int64) - conv.grid.zero_point).reshape(8, -1).sum(1)
     assert int((bias.abs() + torch.from_numpy(reach)).max()) < 2**31
+
+
+@pytest.mark.parametrize(("k", "granularity"), [(1, "channel"), (2, "tensor"), (8, "channel")])
+def test_many_channels_have_scales_and_biases_of_sixteen_bits(deploy: Any, k: int, granularity: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 80, 3), nn.BatchNorm2d(80), nn.ReLU(), nn.Conv2d(80, 64, 1), nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(), nn.Linear(64, 70),
+    )  # fmt: skip
+    norm = model[1]
+    nn.init.uniform_(norm.weight, 0.5, 2.0)
+    nn.init.normal_(norm.bias)
+    norm.weight.data[5], norm.weight.data[6] = 0.0, -1.0
+    found = deploy(model.eval(), [torch.randn(16, 3, 8, 8)], wbits=k, granularity=granularity)
+    check_layers(found.prepared, found.lowered, found.inputs)
+    assert found.verify().differing_codes == 0
+    types = {
+        t.name: helper.tensor_dtype_to_np_dtype(t.data_type) for t in onnx.load(found.path).graph.initializer
+    }
+    assert {types[f"{name}.weight_scale"] for name in ("0", "3", "6")} == {np.dtype(np.float16)}
+    assert {types[f"{name}.bias"] for name in ("0", "3", "6")} == {np.dtype(np.int16)}
 
 
 def test_float_activations_fold_the_same_batch_norms(prepared_norms: tuple[Any, list[Tensor]]) -> None:

@@ -301,3 +301,45 @@ def test_quantize_and_dequantize(tmp_path: Path) -> None:
     assert halves[300 + 1] == 128  # 1/2 to even
     assert halves[300 + 3] == 130
     np.testing.assert_array_equal(arithmetic.dequantize([3, 5], 0.5, 4), np.array([-0.5, 0.5], np.float32))
+
+
+@pytest.mark.parametrize("channels", [63, 64, 500])
+@pytest.mark.parametrize("size", [1e-30, 1e-3, 1.0, 1e20])
+def test_many_scales_fit_sixteen_bits(channels: int, size: float) -> None:
+    scale = size * np.random.default_rng(channels).standard_normal(channels)
+    found = arithmetic.half_precision(scale)
+    assert found.dtype == np.float32
+    if channels < 64:
+        np.testing.assert_array_equal(found, scale.astype(np.float32))
+        return
+    assert np.abs(found / scale - 1).max() <= 2**-11
+    np.testing.assert_array_equal(arithmetic.half_precision(found.astype(np.float64)), found)
+    mantissa, _ = np.frexp(found.astype(np.float64))
+    np.testing.assert_array_equal(mantissa.astype(np.float16).astype(np.float64), mantissa)
+
+
+@pytest.mark.parametrize(
+    ("channels", "largest", "step", "unit"),
+    [
+        (64, 2**15 - 1, 1.0, 1),  # fits as it is
+        (64, 2**15, 1 / 32, 2),  # 2 · 1/2 · 1/32 step
+        (64, 2**15, 1 / 31, 1),  # a hair too much
+        (64, 2**21, 2.0**-11, 128),
+        (63, 2**21, 2.0**-11, 1),  # too few to gain
+    ],
+)
+def test_many_biases_fit_sixteen_bits_unless_an_output_would_move(
+    channels: int, largest: float, step: float, unit: int
+) -> None:
+    bias = np.random.default_rng(0).uniform(-largest, largest, channels)
+    bias[0] = -largest
+    factor = np.full(channels, step / 10)
+    factor[3] = -step
+    found = arithmetic.round_bias(bias, factor)
+    assert found.dtype == np.int32
+    np.testing.assert_array_equal(found, np.rint(bias / unit) * unit)
+    assert np.abs(found // unit).max() < 2**15 or unit == 1
+
+
+def test_no_bias_is_no_bias() -> None:
+    np.testing.assert_array_equal(arithmetic.round_bias(np.zeros(70), np.ones(70)), np.zeros(70))
