@@ -190,12 +190,10 @@ class _Liveness:
         # Constants are counted with the weights, and numbers (the size of the batch) take no memory.
         self.nodes = [n for n in prepared.module.graph.nodes if n.op == "output" or _is_activation(n)]
         self.order = {node: i for i, node in enumerate(self.nodes)}
-        self.coded: set[fx.Node] = set()
+        self.coded = prepared.coded
         self.owner: dict[fx.Node, fx.Node] = {}
         for node in self.nodes:
             source = self._source(node)
-            if self._is_coded(node, source):
-                self.coded.add(node)
             shares = source is not None and self._in_place(node, source)
             self.owner[node] = self.owner[source] if shares and source is not None else node
 
@@ -225,15 +223,6 @@ class _Liveness:
     def _module(self, node: fx.Node) -> nn.Module | None:
         return self.modules[str(node.target)] if node.op == "call_module" else None
 
-    def _is_coded(self, node: fx.Node, source: fx.Node | None) -> bool:
-        if isinstance(self._module(node), ActivationQuantizer):
-            return True
-        if source not in self.coded:
-            return False
-        moves = node.target in operators.MOVING or operators.is_zero_pad(node)
-        dropout = isinstance(self._module(node), operators.DROPOUTS)
-        return moves or dropout or operators.clamp_range(node) == (0.0, math.inf)
-
     def _fused(self, node: fx.Node) -> bool:
         return isinstance(self._module(node), (ActivationQuantizer, *operators.BATCH_NORMS)) or (
             operators.clamp_range(node) is not None
@@ -255,6 +244,6 @@ class _Liveness:
         total = 0
         for item in values:
             if isinstance(item, torch.Tensor):
-                bits = self.abits if node in self.coded else 8 * item.element_size()
+                bits = self.abits if node.name in self.coded else 8 * item.element_size()
                 total += math.ceil(sample_elements(item) * bits / 8)
         return total

@@ -80,6 +80,7 @@ class Prepared:
         layers: the plan of every layer with parameters, in execution order.
         input_names: names of the graph's inputs.
         config: the configuration it was prepared for.
+        coded: names of the nodes whose value lies on a grid of codes.
     """
 
     module: fx.GraphModule
@@ -87,6 +88,7 @@ class Prepared:
     layers: tuple[LayerPlan, ...]
     input_names: tuple[str, ...]
     config: QuantConfig
+    coded: frozenset[str]
 
     def quantizers(self) -> Iterator[tuple[Site, ActivationQuantizer]]:
         """Yield each site with its quantiser module."""
@@ -133,7 +135,8 @@ class _Preparation:
         self._quantize_weights()
         self.graph.lint()
         self.module.recompile()
-        return Prepared(self.module, tuple(self.sites), tuple(plans), self.input_names, self.config)
+        coded = frozenset(node.name for node in self.coded)
+        return Prepared(self.module, tuple(self.sites), tuple(plans), self.input_names, self.config, coded)
 
     def _constant_nodes(self) -> set[fx.Node]:
         """Return the nodes whose value does not depend on the input."""
