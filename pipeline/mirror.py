@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +23,8 @@ from ul2q.pipeline.graph.lower import Lowered
 from ul2q.pipeline.verify import Comparison, Parity, run_with_codes
 
 _SAMPLES_AT_A_TIME = 100
+#: what TensorFlow logs without anything being wrong
+_NOTE = re.compile(rb"I\d{4} |WARNING: All log messages before absl::InitializeLog")
 
 
 def keras_runtime() -> Any:
@@ -26,11 +34,38 @@ def keras_runtime() -> Any:
         UsageError: Keras or its backend is not installed.
     """
     try:
-        for part in ("codes", "files"):
-            importlib.import_module(f"ul2q.runtimes.keras.{part}")
+        with _without_notes():
+            for part in ("codes", "files"):
+                importlib.import_module(f"ul2q.runtimes.keras.{part}")
     except ModuleNotFoundError as error:
         raise UsageError(f"{error.name} is not installed: pip install 'ul2q[keras]'") from error
     return importlib.import_module("ul2q.runtimes.keras")
+
+
+@contextmanager
+def _without_notes() -> Iterator[None]:
+    """Keep TensorFlow's notes off standard error while it is imported, if TF_CPP_MIN_LOG_LEVEL asks for that.
+
+    It logs some before it has read the variable, so the file descriptor itself points elsewhere meanwhile.
+
+    Yields:
+        Nothing.
+    """
+    if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "0") == "0" or "tensorflow" in sys.modules or not sys.stderr:
+        yield
+        return
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as aside:
+        own = os.dup(2)
+        os.dup2(aside.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(own, 2)
+            os.close(own)
+            aside.seek(0)
+            os.write(2, b"".join(line for line in aside if not _NOTE.match(line)))
 
 
 class KerasModule(nn.Module):

@@ -58,7 +58,9 @@ def start(quiet: bool, debug: bool) -> Progress:
     _debugging = debug
     if not debug:
         warnings.simplefilter("ignore")  # libraries' warnings are about code, and would tear the progress bar
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # likewise, read when torch is imported
+        # likewise, read when torch and TensorFlow are imported
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     logging.getLogger("ul2q").setLevel(logging.INFO if debug else logging.WARNING)
     return Progress(quiet=quiet)
 
