@@ -66,7 +66,10 @@ def check_output_folder(path: Path, *, overwrite: bool) -> None:
     """
     check_output(path, overwrite=overwrite)
     if path.is_dir() and any(path.iterdir()) and not any((path / name).exists() for name in _OWN):
-        raise UsageError(f"{path} holds other files, which would be lost: give another output")
+        raise UsageError(
+            f"{path} holds files that no earlier run wrote, which --overwrite would delete: "
+            "give another output"
+        )
 
 
 @contextlib.contextmanager

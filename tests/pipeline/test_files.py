@@ -164,7 +164,9 @@ def test_a_folder_of_somebody_else_is_not_overwritten(tmp_path: Path) -> None:
     path.mkdir()
     check_output_folder(path, overwrite=True)
     (path / "chapter1.tex").write_text("")
-    with pytest.raises(UsageError, match="thesis holds other files, which would be lost"):
+    with pytest.raises(
+        UsageError, match="thesis holds files that no earlier run wrote, which --overwrite would delete"
+    ):
         check_output_folder(path, overwrite=True)
     (path / "report.json").write_text("{}")
     check_output_folder(path, overwrite=True)
