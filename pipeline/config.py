@@ -142,6 +142,8 @@ class TrainConfig(_Config):
         arch: name in ``ul2q.models``.
         data: data source as given on the command line.
         optimizer: kfac, sgd or adam.
+        resize: side that images are resized to, with ``crop`` their shorter side (the source's).
+        crop: side of the square then cut from their middle (the source's).
         recipe: a schedule and starting values by name, from ``ul2q.pipeline.training.recipes``: ``osawa-…``
             for kfac, ``ul2q-…`` for sgd.
         epochs: passes over the training data (12).
@@ -171,6 +173,8 @@ class TrainConfig(_Config):
     arch: str
     data: str
     optimizer: str = "kfac"
+    resize: int | None = None
+    crop: int | None = None
     recipe: str | None = None
     epochs: int | None = None
     batch_size: int | None = None
@@ -201,6 +205,8 @@ class TrainConfig(_Config):
             UsageError: a value is out of range.
         """
         _one_of("optimizer", self.optimizer, OPTIMIZERS)
+        _positive("resize", self.resize)
+        _positive("crop", self.crop)
         _positive("epochs", self.epochs)
         _positive("batch_size", self.batch_size)
         _positive("simulate_batch", self.simulate_batch)

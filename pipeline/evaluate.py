@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from tokenize import TokenError
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,7 @@ def evaluate_file(
     model: Path,
     data: str | None = None,
     *,
+    changes: Mapping[str, Any] | None = None,
     arch: str | None = None,
     arch_args: dict[str, Any] | None = None,
     trust_pickle: bool = False,
@@ -59,6 +61,7 @@ def evaluate_file(
     Args:
         model: an ONNX file, a .keras file or a checkpoint.
         data: data source; None takes what a checkpoint records.
+        changes: fields of the recorded preprocessing to replace, "resize" and "crop".
         arch: the network of a checkpoint that does not record it.
         arch_args: its arguments.
         trust_pickle: allow checkpoints that can run code.
@@ -83,7 +86,7 @@ def evaluate_file(
     spec = data or recorded
     if spec is None:
         raise UsageError("--data is missing: the model does not record what it was trained on")
-    data_splits = _splits(spec, predict, fit)
+    data_splits = _splits(spec, predict, {**fit, "changes": changes})
     test = data_splits.test
     if test is None or not data_splits.labelled:
         raise UsageError(f"{spec} holds no labelled test samples: accuracy needs labels")
@@ -95,7 +98,11 @@ def evaluate_file(
 
 
 def _splits(spec: str, predict: Module, fit: dict[str, Any]) -> DataSplits:
-    """Return the data in the form that the model takes."""
+    """Return the data in the form that the model takes.
+
+    Raises:
+        UsageError: the data cannot be used, or a network of several inputs is to have resized images.
+    """
     from ul2q.pipeline.config import QuantConfig
     from ul2q.pipeline.data import Preprocess, load_data, load_several
     from ul2q.pipeline.graph.inputs import input_names
@@ -110,6 +117,8 @@ def _splits(spec: str, predict: Module, fit: dict[str, Any]) -> DataSplits:
             preprocess = Preprocess.from_dict(preprocess)
         count = classes if classes is None or isinstance(classes, int) else len(classes)
         shape = fit["input_shape"]
+        if fit["changes"]:
+            raise UsageError("--resize and --crop are for networks with one input: leave them out")
         splits = load_several(Path(spec), names, input_shape=shape, preprocess=preprocess, num_classes=count)
     else:
         splits = load_data(spec, **fit)
@@ -157,7 +166,9 @@ def _fixed(shape: list[Any]) -> tuple[int, ...] | None:
     return tuple(shape) if shape and all(isinstance(size, int) for size in shape) else None
 
 
-def run_file(model: Path, inputs: Path, *, low_memory: bool = False) -> Array:
+def run_file(
+    model: Path, inputs: Path, *, changes: Mapping[str, Any] | None = None, low_memory: bool = False
+) -> Array:
     """Run an ONNX file on inputs.
 
     Args:
@@ -165,6 +176,7 @@ def run_file(model: Path, inputs: Path, *, low_memory: bool = False) -> Array:
         inputs: a .npy file, an image, or a folder of images (taken in the order of their names). Images and
             byte arrays are preprocessed as the model records; other arrays are the model's input itself. An
             .npz file holds an array for each input, by the inputs' names or as x1, x2, …
+        changes: fields of the recorded preprocessing to replace, "resize" and "crop".
         low_memory: run one sample at a time; also see ``runtime.session``.
 
     Returns:
@@ -177,7 +189,7 @@ def run_file(model: Path, inputs: Path, *, low_memory: bool = False) -> Array:
     step = 1 if low_memory else _BATCH
     if inputs.suffix == ".npz":
         return next(iter(runtime.run(live, _named_inputs(inputs, live), step).values()))
-    x = _read_inputs(inputs, model, _fixed(live.get_inputs()[0].shape[1:]))
+    x = _read_inputs(inputs, model, changes or {}, _fixed(live.get_inputs()[0].shape[1:]))
     return next(iter(runtime.run(live, x, step).values()))
 
 
@@ -212,7 +224,9 @@ def read_array(path: Path) -> Array:
         raise UsageError(f"{path} is no .npy array of numbers, or it is truncated: save it again") from error
 
 
-def _read_inputs(inputs: Path, model: Path, shape: tuple[int, ...] | None) -> Array:
+def _read_inputs(
+    inputs: Path, model: Path, changes: Mapping[str, Any], shape: tuple[int, ...] | None
+) -> Array:
     if not inputs.exists():
         raise UsageError(f"{inputs} does not exist: give a .npy file, an image or a folder of images")
     raw = read_array(inputs) if inputs.suffix == ".npy" else None
@@ -223,7 +237,7 @@ def _read_inputs(inputs: Path, model: Path, shape: tuple[int, ...] | None) -> Ar
     from ul2q.pipeline.data.load import array_dataset
     from ul2q.pipeline.data.sources import Arrays
 
-    preprocess = Preprocess.from_dict(recorded_preprocess(model))
+    preprocess = Preprocess.from_dict({**recorded_preprocess(model), **changes})
     if raw is not None:
         dataset: Any = array_dataset(Arrays(raw, None, str(inputs)), None, preprocess, shape, None)
     else:

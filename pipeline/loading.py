@@ -66,7 +66,8 @@ def load_samples(
         checkpoint: the network.
         data: data source; None means the one that the checkpoint records.
         input_shape: shape of one input, where neither checkpoint nor data say it.
-        preprocess: preprocessing of raw samples; None means the one that the checkpoint records.
+        preprocess: fields of the preprocessing that take the place of those that the checkpoint, or else the
+            data source, sets.
 
     Returns:
         The splits.
@@ -80,17 +81,18 @@ def load_samples(
             f"--data is missing: {checkpoint.path.name} does not record what it was trained on; give digits, "
             "mnist5k or a path with samples as the model takes them, or, without any data, --synthetic"
         )
-    prepared = _preprocess(checkpoint, preprocess)
     names = input_names(checkpoint.model)
     if len(names) > 1:
         return load_several(
-            Path(spec), names, input_shape=input_shape or checkpoint.input_shape, preprocess=prepared,
+            Path(spec), names, input_shape=input_shape or checkpoint.input_shape,
+            preprocess=_preprocess(checkpoint, preprocess),
             num_classes=None if checkpoint.classes is None else len(checkpoint.classes),
         )  # fmt: skip
     return load_data(
         spec,
         input_shape=input_shape or checkpoint.input_shape,
-        preprocess=prepared,
+        preprocess=checkpoint.preprocess,
+        changes=preprocess,
         classes=checkpoint.classes,
     )
 

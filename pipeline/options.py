@@ -38,6 +38,11 @@ Arch = Annotated[
 ]
 ArchArgs = Annotated[str | None, typer.Option(metavar="JSON", help="Arguments of --arch.")]
 OnnxFile = Annotated[Path, typer.Argument(metavar="MODEL.onnx", help="An ONNX file.", show_default=False)]
+Resize = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Resize images to squares of this side; with --crop, their shorter side."),
+]
+Crop = Annotated[int | None, typer.Option(metavar="N", help="Then cut out the middle square of this side.")]
 TrustPickle = Annotated[
     bool, typer.Option("--trust-pickle", help="Load files that can run code. Only for files you trust.")
 ]
@@ -106,6 +111,15 @@ def numbers(text: str | None, option: str, kind: Callable[[str], Any]) -> tuple[
         return tuple(kind(part) for part in text.split(","))
     except ValueError as error:
         raise UsageError(f"{option} is {text!r}: give numbers separated by commas") from error
+
+
+def without_none(values: dict[str, Any]) -> dict[str, Any]:
+    """Leave out options that were not given.
+
+    Returns:
+        The others.
+    """
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def json_object(text: str, where: str) -> dict[str, Any]:

@@ -85,7 +85,8 @@ def train(
     kept = partial_path(output)
     with ExitStack() as held:
         ranks.lead(lambda: _claim(held, output, kept, resume=resume, overwrite=overwrite))
-        data = load_data(config.data)
+        sides = {"resize": config.resize, "crop": config.crop}
+        data = load_data(config.data, changes={name: n for name, n in sides.items() if n is not None})
         _check_data(data, config)
         _check_same(ranks, config, data)
         with torch.random.fork_rng(devices=[ranks.device] if ranks.device.type == "cuda" else []):

@@ -11,11 +11,13 @@ from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.options import (
     Arch,
     ArchArgs,
+    Crop,
     Data,
     Debug,
     Json,
     Overwrite,
     Quiet,
+    Resize,
     TrustPickle,
     network_args,
     numbers,
@@ -24,6 +26,7 @@ from ul2q.pipeline.options import (
     shown,
     start,
     targets,
+    without_none,
 )
 
 
@@ -57,8 +60,8 @@ def compress(
     std: Annotated[
         str | None, typer.Option(metavar="S,...", help="Standard deviation of each channel.")
     ] = None,
-    resize: Annotated[int | None, typer.Option(help="Resize the shorter side of images to this.")] = None,
-    crop: Annotated[int | None, typer.Option(help="Then cut out the middle square of this side.")] = None,
+    resize: Resize = None,
+    crop: Crop = None,
     opset: Annotated[int | None, typer.Option(help="ONNX opset of the file.")] = None,
     storage: Annotated[str | None, typer.Option(help="table, or int2 for typed tensors.")] = None,
     to: Annotated[str, typer.Option(help="What to write: onnx, or onnx,keras.")] = "onnx",
@@ -103,12 +106,12 @@ def compress(
     }
     result = compress_file(
         model,
-        quant_config(config, {key: value for key, value in given.items() if value is not None}),
+        quant_config(config, without_none(given)),
         data=data,
         arch=arch,
         arch_args=network_args(arch_args),
         input_shape=numbers(input_shape, "--input-shape", int),
-        preprocess={key: value for key, value in preprocess.items() if value is not None} or None,
+        preprocess=without_none(preprocess) or None,
         output=output,
         overwrite=overwrite,
         resume=resume,

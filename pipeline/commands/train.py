@@ -9,20 +9,25 @@ import typer
 
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.options import (
+    Crop,
     Data,
     Debug,
     Json,
     Overwrite,
     Quiet,
+    Resize,
     print_json,
     shown,
     start,
+    without_none,
 )
 
 
 def train(
     arch: Annotated[str, typer.Argument(metavar="ARCH", help="A network by name, for example lenet5.")],
     data: Data = None,
+    resize: Resize = None,
+    crop: Crop = None,
     optimizer: Annotated[str, typer.Option(help="kfac, sgd or adam.")] = "kfac",
     recipe: Annotated[
         str | None,
@@ -100,10 +105,9 @@ def train(
         "refresh": int(refresh) if refresh is not None and refresh.isdecimal() else refresh,
         "rescale_weights": rescale_weights, "sync_bn": sync_bn, "fisher": fisher,
         "encoder_weights": encoder_weights, "precision": precision,
-        "device": device,
+        "device": device, "resize": resize, "crop": crop,
     }  # fmt: skip
-    chosen = {key: value for key, value in given.items() if value is not None}
-    config = TrainConfig(arch=arch, data=data, optimizer=optimizer, seed=seed, **chosen)  # type: ignore[arg-type]
+    config = TrainConfig(arch=arch, data=data, optimizer=optimizer, seed=seed, **without_none(given))
     with joined(config.device) as first:
         metrics = run_training(config, output, resume=resume, overwrite=overwrite, progress=progress)
     if not first:

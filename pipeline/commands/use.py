@@ -10,15 +10,18 @@ import typer
 from ul2q.pipeline.options import (
     Arch,
     ArchArgs,
+    Crop,
     Data,
     Debug,
     Json,
     OnnxFile,
     Quiet,
+    Resize,
     TrustPickle,
     network_args,
     print_json,
     start,
+    without_none,
 )
 
 
@@ -28,6 +31,8 @@ def evaluate(
         typer.Argument(metavar="MODEL", help="MODEL.onnx, MODEL.keras or a checkpoint.", show_default=False),
     ],
     data: Data = None,
+    resize: Resize = None,
+    crop: Crop = None,
     arch: Arch = None,
     arch_args: ArchArgs = None,
     trust_pickle: TrustPickle = False,
@@ -42,6 +47,7 @@ def evaluate(
     result = evaluate_file(
         model,
         data,
+        changes=without_none({"resize": resize, "crop": crop}),
         arch=arch,
         arch_args=network_args(arch_args),
         trust_pickle=trust_pickle,
@@ -61,6 +67,8 @@ def run(
         Path,
         typer.Option("--input", metavar="X", help="A .npy file [N, ...], an image, or a folder of images."),
     ],
+    resize: Resize = None,
+    crop: Crop = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="OUT.npy", help="Write the model's output here.")
     ] = None,
@@ -83,7 +91,8 @@ def run(
 
     if output is not None:
         check_output(output, overwrite=True)
-    values = run_file(model, inputs, low_memory=low_memory)
+    changes = without_none({"resize": resize, "crop": crop})
+    values = run_file(model, inputs, changes=changes, low_memory=low_memory)
     if output is not None:
         save_array(output, values)
     answers = values.argmax(1).tolist() if values.ndim == 2 else None

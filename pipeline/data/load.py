@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ def load_data(
     *,
     input_shape: Sequence[int] | None = None,
     preprocess: Preprocess | dict[str, Any] | None = None,
+    changes: Mapping[str, Any] | None = None,
     classes: Sequence[str] | int | None = None,
 ) -> DataSplits:
     """Return the data that ``spec`` names, split into train, validation and test.
@@ -37,6 +38,7 @@ def load_data(
             IDX folder, CIFAR-10 python folder, .npz or .npy.
         input_shape: (C, H, W) or (features,) that the model takes; None takes the data as they are.
         preprocess: the model's own preprocessing; None takes the source's.
+        changes: fields of it to replace.
         classes: the model's class names in label order, or their number; None takes them from the data.
 
     Returns:
@@ -49,9 +51,8 @@ def load_data(
     source = _read(str(spec), names)
     if isinstance(preprocess, dict):
         preprocess = Preprocess.from_dict(preprocess)
-    source = dataclasses.replace(
-        source, classes=names or source.classes, preprocess=preprocess or source.preprocess
-    )
+    prepared = dataclasses.replace(preprocess or source.preprocess, **(changes or {}))
+    source = dataclasses.replace(source, classes=names or source.classes, preprocess=prepared)
     number = len(names) if names is not None else classes if isinstance(classes, int) else None
     return assemble(source, str(spec), None if input_shape is None else tuple(input_shape), number)
 

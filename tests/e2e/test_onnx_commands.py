@@ -98,6 +98,7 @@ def test_unusable_inputs_are_named(cli: Any, onnx_file: Path, tmp_path: Path) ->
     assert "text.png cannot be read as an image" in cli(*run, tmp_path / "text.png").error()
     assert "holds no images" in cli(*run, tmp_path / "empty").error()
     assert "wide.png is 8x9, the model's input 8x8" in cli(*run, tmp_path / "wide.png").error()
+    assert cli(*run, tmp_path / "wide.png", "--resize", 8).code == 0
     assert "none.npy does not exist" in cli(*run, tmp_path / "none.npy").error()
     np.save(tmp_path / "good.npy", np.zeros((3, 1, 8, 8), np.float32))
     assert "is no folder" in cli(*run, tmp_path / "good.npy", "-o", tmp_path / "none" / "out.npy").error()
@@ -148,7 +149,7 @@ def test_inspect_reads_any_onnx_file(cli: Any, onnx_file: Path) -> None:
     assert "head" in cli("inspect", onnx_file).out
 
 
-def test_evaluate_measures_an_onnx_file(cli: Any, onnx_file: Path) -> None:
+def test_evaluate_measures_an_onnx_file(cli: Any, onnx_file: Path, tmp_path: Path) -> None:
     from ul2q.pipeline.data import load_data
 
     test = load_data("digits", preprocess={"scale": 0.5}).test
@@ -165,6 +166,10 @@ def test_evaluate_measures_an_onnx_file(cli: Any, onnx_file: Path) -> None:
         "metrics": {},
     }
     assert "--data is missing" in cli("evaluate", onnx_file).error()
+    np.savez(tmp_path / "large.npz", x=np.zeros((20, 1, 12, 12), np.uint8), y=np.arange(20) % 2)
+    large = ("evaluate", onnx_file, "--data", tmp_path / "large.npz", "--json")
+    assert "the model takes 1x8x8: give --resize or --crop" in cli(*large).error()
+    assert cli(*large, "--resize", 8).json() == cli(*large, "--crop", 8).json()
 
 
 def test_damaged_metadata_are_named(cli: Any, onnx_file: Path) -> None:

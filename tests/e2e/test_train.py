@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 TRAIN = ("train", "mlp", "--data", "digits", "--optimizer", "adam", "--epochs", "1")
 
@@ -34,6 +35,25 @@ def test_evaluate_gives_the_accuracy_that_training_reported(cli: Any, checkpoint
     assert result["top1"] <= result["top5"] <= 1
     shown = cli("evaluate", checkpoint, "--data", "digits")
     assert shown.out.startswith(f"top1 {100 * recorded:.2f} %, top5 ")
+
+
+def test_images_of_any_size_are_resized_where_they_are_used(cli: Any, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for i in range(30):  # dark and bright images of two sizes
+        path = tmp_path / "photos" / f"{i % 2}" / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        size = (9, 12) if i % 3 else (14, 10)
+        Image.fromarray(rng.integers(160 * (i % 2), 160 * (i % 2) + 90, size, np.uint8)).save(path)
+    model, photos = tmp_path / "model.pt", tmp_path / "photos"
+    train = ("train", "mlp", "--data", photos, "--optimizer", "adam", "--batch-size", 7, "-o", model)
+    assert "give --resize or --crop" in cli(*train).error()
+    assert cli(*train, "--resize", 8, "--crop", 6).code == 0
+    saved = torch.load(model, weights_only=True)
+    assert (saved["preprocess"]["resize"], saved["preprocess"]["crop"]) == (8, 6)
+    assert saved["input_shape"] == [1, 6, 6]
+    assert cli("evaluate", model, "--json").json()["top1"] == 1  # by what the checkpoint records
+    assert "the model takes 1x6x6" in cli("evaluate", model, "--resize", 7, "--crop", 7).error()
+    assert cli("evaluate", model, "--resize", 6, "--crop", 6, "--json").json()["top1"] == 1
 
 
 def test_inspect_lists_the_layers(cli: Any, checkpoint: Path) -> None:

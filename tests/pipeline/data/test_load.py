@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import pickle
 import sys
@@ -174,6 +175,14 @@ def test_model_shape_and_classes_are_checked(tmp_path: Path) -> None:
         load_data(path, input_shape=(3, 4, 4))
     resized = load_data(path, input_shape=(1, 8, 8), preprocess={"resize": 8})
     assert everything(resized)["train"][0].shape[1:] == (1, 8, 8)
+
+
+def test_fields_of_the_preprocessing_can_be_replaced() -> None:
+    plain, resized = load_data("digits"), load_data("digits", changes={"resize": 4})
+    assert resized.shape == (1, 4, 4)
+    assert resized.preprocess == dataclasses.replace(plain.preprocess, resize=4)  # its scale stays
+    theirs = load_data("digits", preprocess={"scale": 0.5, "resize": 6}, changes={"resize": 4})
+    assert theirs.preprocess == Preprocess(scale=0.5, resize=4)
 
 
 @pytest.mark.parametrize(
