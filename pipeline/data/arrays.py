@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gzip
-import io
 import math
 import pickle
-import pickletools
 import tokenize
 import zipfile
 from pathlib import Path
@@ -17,6 +15,7 @@ import numpy as np
 from ul2q.pipeline.archives import DAMAGED_ZIP, check_expansion
 from ul2q.pipeline.data.preprocess import Preprocess
 from ul2q.pipeline.data.sources import Arrays, Source
+from ul2q.pipeline.data.unpickle import unpickle
 from ul2q.pipeline.errors import UsageError
 
 _DAMAGED = (
@@ -171,33 +170,9 @@ def read_idx(folder: Path) -> Source:
     return Source(train, None, part("t10k"), None, "affine", Preprocess(scale=1 / 255))
 
 
-class _ArraysOnly(pickle.Unpickler):  # noqa: S301 - it is what makes unpickling safe
-    """Unpickles numbers, strings, containers and NumPy arrays, and nothing else."""
-
-    ALLOWED = frozenset({
-        ("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode"),
-        ("numpy.core.multiarray", "_reconstruct"), ("numpy._core.multiarray", "_reconstruct"),
-        ("numpy.core.multiarray", "scalar"), ("numpy._core.multiarray", "scalar"),
-    })  # fmt: skip
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return the object if it is one of the allowed.
-
-        Raises:
-            UnpicklingError: any other object.
-        """
-        if (module, name) not in self.ALLOWED:
-            raise pickle.UnpicklingError(f"it refers to {module}.{name}")
-        return super().find_class(module.replace("numpy.core", "numpy._core"), name)
-
-
 def _unpickle(path: Path) -> dict[str, Any]:
     try:
-        content = path.read_bytes()
-        for operation, argument, _ in pickletools.genops(content):  # which stops at lengths beyond the end
-            if operation.name.endswith("PUT") and argument is not None and argument > len(content):
-                raise pickle.UnpicklingError(f"it asks for a table of {argument} entries")
-        values = _ArraysOnly(io.BytesIO(content), encoding="bytes").load()
+        values = unpickle(path.read_bytes())
     except _DAMAGED as error:
         raise UsageError(_unreadable(path, "CIFAR-10 batch", error)) from error
     if not isinstance(values, dict):

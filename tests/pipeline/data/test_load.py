@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 from ul2q.pipeline.data import DataSplits, Preprocess, batches, load_data
+from ul2q.pipeline.data.unpickle import unpickle
 from ul2q.pipeline.errors import UsageError
 
 RNG = np.random.default_rng(0)
@@ -349,6 +350,62 @@ def test_truncated_cifar_batch(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:5000])
     with pytest.raises(UsageError, match="data_batch_1 is damaged"):
         load_data(tmp_path)
+
+
+@pytest.mark.parametrize("order", [">", "<"])
+def test_pickled_arrays_are_made_anew(order: str) -> None:
+    holds = {
+        "f": np.arange(6, dtype=f"{order}f8").reshape(2, 3),
+        "columns": np.asfortranarray(np.arange(6, dtype=f"{order}u2").reshape(2, 3)),
+        "text": np.array(["a", "bc"], f"{order}U3"),
+        "labels": [np.int16(5), np.float32(0.5)],
+    }
+    for protocol in (2, 3, 4):
+        found = unpickle(pickle.dumps(holds, protocol=protocol))
+        assert found.keys() == holds.keys()
+        for name in ("f", "columns", "text"):
+            np.testing.assert_array_equal(found[name], holds[name])
+            assert found[name].dtype == holds[name].dtype
+        assert found["labels"] == holds["labels"]
+
+
+@pytest.mark.parametrize("flag", [1, 2, 4, 8, 16, 32, 64, 128, 255])
+def test_flags_of_pickled_types_are_not_believed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], flag: int
+) -> None:
+    write_cifar(tmp_path)
+    path = tmp_path / "data_batch_1"
+    content = path.read_bytes()
+    end_of_type = b"J\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00t"  # size, alignment, flags
+    assert content.count(end_of_type) == 1
+    path.write_bytes(content.replace(end_of_type, end_of_type[:-2] + bytes([flag]) + b"t"))
+    assert len(load_data(tmp_path).test or []) == 8
+    assert capfd.readouterr().err == ""  # NumPy prints what goes wrong with such types
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "content", "message"),
+    [
+        ("O", (1,), bytes(8), "it holds values of type object"),
+        ("u1,u1", (1,), bytes(2), "it holds values of type"),
+        ("u1", (2**40,), bytes(8), r"an array of shape \[1099511627776\] does not have 1099511627776 bytes"),
+        ("u1", ("a", 2**40), bytes(8), "an array has no type or shape"),
+        ("u1", (-1,), bytes(8), "an array has no type or shape"),
+    ],
+)
+def test_arrays_that_are_no_numbers_are_refused(
+    kind: str, shape: tuple[Any, ...], content: bytes, message: str
+) -> None:
+    class Made:
+        def __reduce__(self) -> Any:
+            state = (1, shape, np.dtype("u1"), False, content)
+            return np._core.multiarray._reconstruct, (np.ndarray, (0,), b"b"), state
+
+    damaged = pickle.dumps({"data": Made()}, protocol=3).replace(
+        b"X\x02\x00\x00\x00u1", b"X" + len(kind).to_bytes(4, "little") + kind.encode()
+    )
+    with pytest.raises(pickle.UnpicklingError, match=message):
+        unpickle(damaged)
 
 
 # --- images

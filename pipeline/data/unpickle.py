@@ -1,0 +1,98 @@
+"""Unpickling of arrays of numbers, and of nothing else: what CIFAR-10's batches are.
+
+NumPy's own reconstruction takes the flags of a type from the file, and with these whether bytes are pointers.
+Here types and arrays are made anew from name, byte order, shape and bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import pickletools
+from typing import Any, Literal
+
+import numpy as np
+
+
+class _Type:
+    """Stands in for numpy.dtype: a type of numbers or of text."""
+
+    def __init__(self, name: Any, *_: Any) -> None:
+        self.value = np.dtype(name.decode("ascii") if isinstance(name, bytes) else name)
+        if self.value.kind not in "biufSU":
+            raise pickle.UnpicklingError(f"it holds values of type {self.value}")
+
+    def __setstate__(self, state: Any) -> None:
+        order: Any = state[1].decode("ascii") if isinstance(state[1], bytes) else state[1]
+        self.value = self.value.newbyteorder(order)
+
+
+class _Array:
+    """Stands in for numpy.ndarray: ``value`` is the array as soon as its state is read."""
+
+    value: np.ndarray | None = None
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, kind, by_columns, content = state
+        if not (isinstance(kind, _Type) and all(isinstance(n, int) and n >= 0 for n in shape)):
+            raise pickle.UnpicklingError("an array has no type or shape")
+        wanted = math.prod(shape) * kind.value.itemsize
+        if not isinstance(content, bytes) or len(content) != wanted:
+            raise pickle.UnpicklingError(f"an array of shape {list(shape)} does not have {wanted} bytes")
+        order: Literal["C", "F"] = "F" if by_columns else "C"
+        self.value = np.frombuffer(content, kind.value).reshape(tuple(shape), order=order)
+
+
+def _reconstruct(*_: Any) -> _Array:
+    return _Array()
+
+
+def _scalar(kind: _Type, content: bytes) -> Any:
+    return np.frombuffer(content, kind.value, 1)[0]
+
+
+def _encode(text: str, encoding: str = "utf-8") -> bytes:
+    if encoding != "latin1":
+        raise pickle.UnpicklingError(f"it encodes text as {encoding}")
+    return text.encode(encoding)
+
+
+_STAND_INS = {
+    ("numpy", "dtype"): _Type,
+    ("numpy", "ndarray"): _Array,
+    ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
+    ("numpy._core.multiarray", "scalar"): _scalar,
+    ("_codecs", "encode"): _encode,
+}
+
+
+class _ArraysOnly(pickle.Unpickler):  # noqa: S301 - it is what makes unpickling safe
+    """Unpickles numbers, strings, containers and arrays, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what stands in for one of the objects that arrays are pickled by.
+
+        Raises:
+            UnpicklingError: any other object.
+        """
+        found = _STAND_INS.get((module.replace("numpy.core", "numpy._core"), name))
+        if found is None:
+            raise pickle.UnpicklingError(f"it refers to {module}.{name}")
+        return found
+
+
+def unpickle(content: bytes) -> Any:
+    """Return what ``content`` holds; the values of a dictionary that are arrays as NumPy arrays.
+
+    Raises:
+        UnpicklingError: it holds anything but numbers, strings, containers and arrays, or announces more
+            than there is. Damage also shows as the other errors of `pickle.Unpickler.load`.
+    """
+    for operation, argument, _ in pickletools.genops(content):  # which stops at lengths beyond the end
+        if operation.name.endswith("PUT") and argument is not None and argument > len(content):
+            raise pickle.UnpicklingError(f"it asks for a table of {argument} entries")
+    found = _ArraysOnly(io.BytesIO(content), encoding="bytes").load()
+    if not isinstance(found, dict):
+        return found
+    return {key: one.value if isinstance(one, _Array) else one for key, one in found.items()}
