@@ -17,7 +17,7 @@ import typer
 from ul2q import __version__
 from ul2q.pipeline import options
 from ul2q.pipeline.commands import compress, estimate, show, study, train, use
-from ul2q.pipeline.errors import JobError, UsageError
+from ul2q.pipeline.errors import JobError, UsageError, one_line
 
 DONE, FAILED, UNUSABLE, INTERRUPTED = 0, 1, 2, 130
 
@@ -66,7 +66,7 @@ def _say(line: str) -> None:
             return
     if options.debugging():
         traceback.print_exc()
-    typer.echo(" ".join(line.split("\n")), err=True)
+    typer.echo(one_line(line), err=True)
 
 
 def execute(arguments: Sequence[str] | None = None) -> int:

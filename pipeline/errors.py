@@ -5,7 +5,24 @@ from __future__ import annotations
 from types import TracebackType
 
 
-class UsageError(ValueError):
+def one_line(text: str) -> str:
+    """Return ``text`` fit for one line of a terminal: names from files may hold any character."""
+    if text.isprintable():
+        return text
+    shown = (
+        c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(text.split("\n"))
+    )
+    return "".join(shown)
+
+
+class _OneLineError(Exception):
+    """An exception whose message is one line."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(one_line(message))
+
+
+class UsageError(_OneLineError, ValueError):
     """Wrong usage or unusable input: the message says what is wrong, where, and what to do. Exit code 2.
 
     Attributes:
@@ -17,7 +34,7 @@ class UsageError(ValueError):
     layer: str | None = None
 
 
-class JobError(RuntimeError):
+class JobError(_OneLineError, RuntimeError):
     """The job itself failed, for example a file that does not reproduce the model. Exit code 1.
 
     Attributes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -24,6 +26,15 @@ def test_the_innermost_place_counts_and_notes_name_all() -> None:
     assert (caught.value.stage, caught.value.layer) == ("lower", "fc.part")
     assert caught.value.__notes__ == ["at layer fc.part", "at layer fc", "in stage lower"]
     assert str(caught.value) == "overflow"
+
+
+@pytest.mark.parametrize("kind", [UsageError, JobError])
+def test_a_message_is_one_line_whatever_names_it_holds(kind: type[Exception]) -> None:
+    assert str(kind("layer 'größe 2': σ = 0")) == "layer 'größe 2': σ = 0"
+    assert str(kind("operator a\nb")) == "operator a b"
+    assert str(kind("a\r\x1b[2J\x85\u2028\udcff\0")) == "a\\r\\x1b[2J\\x85\\u2028\\udcff\\x00"
+    again = pickle.loads(pickle.dumps(kind("a\rb")))  # noqa: S301
+    assert (type(again), str(again)) == (kind, "a\\rb")
 
 
 def test_other_errors_have_notes_and_an_interrupt_has_none() -> None:
