@@ -11,19 +11,21 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import random
 import re
 import resource
 import shutil
 import signal
 import sys
+import tempfile
 import time
 import traceback
 import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -316,7 +318,7 @@ def attempt(read: Callable[[Path], None], path: Path, seconds: int = SECONDS_A_F
     try:
         read(path)
     except (UsageError, JobError) as error:
-        return "refused" if "\n" not in str(error) else f"more than one line: {error!s:.200}"
+        return "refused" if str(error).isprintable() else f"more than one line: {error!s:.200}"
     except BaseException as error:  # noqa: BLE001  whatever it is, it is what the user would see
         frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
         place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}"
@@ -324,6 +326,17 @@ def attempt(read: Callable[[Path], None], path: Path, seconds: int = SECONDS_A_F
     finally:
         signal.alarm(0)
     return "read"
+
+
+def said(aside: IO[bytes]) -> str:
+    """Return what was written to standard error, which goes to ``aside``, since the last time."""
+    if not os.fstat(aside.fileno()).st_size:
+        return ""
+    aside.seek(0)
+    text = aside.read().decode(errors="replace")
+    aside.seek(0)
+    aside.truncate()
+    return text
 
 
 def feed(name: str, folder: Path, seconds: float, count: int, seed: int) -> dict[str, Any]:
@@ -341,6 +354,8 @@ def feed(name: str, folder: Path, seconds: float, count: int, seed: int) -> dict
         outcome = attempt(read, place / path.name, SECONDS_TO_IMPORT)
         assert outcome == "read", f"{name}: {path.name}: {outcome}"
     resource.setrlimit(resource.RLIMIT_AS, (held() + MEMORY, resource.RLIM_INFINITY))
+    terminal, aside = os.fdopen(os.dup(2), "w"), tempfile.TemporaryFile()  # noqa: SIM115  (until the end)
+    os.dup2(aside.fileno(), 2)
     tally, faults, end, i = {"read": 0, "refused": 0}, {}, time.monotonic() + seconds, 0
     while i < count and time.monotonic() < end:
         rng = random.Random(f"{name}-{seed}-{i}")  # noqa: S311
@@ -351,13 +366,16 @@ def feed(name: str, folder: Path, seconds: float, count: int, seed: int) -> dict
             shutil.copy(beside, place)
         (place / path.name).write_bytes(damaged(rng, path.read_bytes()))
         outcome = attempt(read, place / path.name)
+        if "Traceback" in (trace := said(aside)):  # libraries print some that they do not raise
+            outcome = f"a trace on standard error: {' '.join(trace.split())[-200:]}"
         if outcome in tally:
             tally[outcome] += 1
         else:
             faults.setdefault(outcome.split(": ")[0], f"file {i}: {outcome}")
-            print(f"{name} {i}: {outcome}", file=sys.stderr, flush=True)
+            print(f"{name} {i}: {outcome}", file=terminal, flush=True)
         i += 1
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    os.dup2(terminal.fileno(), 2)
     return {"files": i, **tally, "faults": faults}
 
 
