@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ul2q.pipeline.config import ACT_FITS, GRANULARITIES, check_quantizer
 from ul2q.pipeline.errors import UsageError, within
-from ul2q.pipeline.quantize import baselines
+from ul2q.pipeline.quantize import baselines, ul2q
 from ul2q.pipeline.quantize import grid as grids
 from ul2q.pipeline.quantize.ema import ActivationParams, ActivationStats, Clip, fit_activation
 from ul2q.pipeline.quantize.histogram import BINS
@@ -32,12 +32,22 @@ class _QuantizedWeight(torch.autograd.Function):
         # NumPy and torch give equal bits; on the CPU NumPy sums faster and shares the memory.
         source = values.numpy() if values.device.type == "cpu" else values
         grid = grids.weight_grid(source, k, granularity, channel_axis)
-        q = grids.grid_codes(values, grid, channel_axis)
-        return grids.dequantize(q, grid, channel_axis).to(w.dtype)
+        return _on_grid(values, grid, channel_axis).to(w.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:  # noqa: ARG004
         return gradients[0], None, None, None, None
+
+
+def _on_grid(w: Tensor, grid: grids.Grid, axis: int) -> Tensor:
+    """Return `grids.dequantize` of `grids.grid_codes`: the same operations, on one buffer."""
+    alpha, beta, offset, scale = (
+        ul2q.along(torch.tensor(values, dtype=torch.float32, device=w.device), w.ndim, axis, torch)
+        for values in (grid.alpha, grid.beta, grid.offset, grid.scale)
+    )
+    step = torch.where(alpha > 0, alpha, torch.inf)
+    q = (w - beta).div_(step).floor_().clamp_(-(2 ** (grid.k - 1)), 2 ** (grid.k - 1) - 1)
+    return q.mul_(grid.multiplier).add_(offset).mul_(scale)
 
 
 class WeightQuantizer(nn.Module):
