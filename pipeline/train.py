@@ -162,12 +162,12 @@ def _check_same(ranks: Ranks, config: TrainConfig, data: DataSplits) -> None:
     Raises:
         UsageError: a rank has other options or other data.
     """
-    values = json.dumps([config.to_dict(), data.record(), data.shape], sort_keys=True)
+    values = json.dumps([config.to_dict(), data.record(), data.shape, ranks.device.type], sort_keys=True)
     digests = ranks.gather(hashlib.sha256(values.encode()).hexdigest())
     other = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if other:
         raise UsageError(
-            f"rank {other[0]} has other options or data than rank 0: start all ranks with the same"
+            f"rank {other[0]} has other options, data or kind of device than rank 0: start all with the same"
         )
 
 
@@ -316,10 +316,7 @@ class _Run:
         """Go on from the file ``path`` of rank 0. All ranks together."""
         state = self.ranks.lead(lambda: self._resumable(load_checkpoint(path)))
         self.model.load_state_dict(state["model"])
-        optimizer = state["optimizer"]
-        if "kfac" in optimizer:
-            optimizer = optimizer | {"kfac": _moved(optimizer["kfac"], self.ranks.device)}
-        self.optimizer.load_state_dict(optimizer)
+        self.optimizer.load_state_dict(state["optimizer"])
         self.epoch, self.metrics = state["epoch"], dict(state["metrics"])
         self.updater.skipped = self.metrics["skipped"]
         self.updater.refreshes = self.metrics.get("refreshes", 0)
@@ -345,17 +342,6 @@ class _Run:
             "epoch": kept.epoch,
             "metrics": kept.metrics,
         }
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    """Return ``value`` with all tensors in it on ``device``."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {key: _moved(one, device) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_moved(one, device) for one in value]
-    return value
 
 
 def _epoch(run: _Run, progress: Progress) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -133,7 +132,7 @@ class Collector:
         if self._recorder.wanted:
             for index, unit in enumerate(self.units):
                 rows[index] = 0 if unit.layer is None else self._recorder.forward_rows.get(unit.layer.name, 0)
-            rows = self._exchange.reduce(torch.tensor(rows), dist.ReduceOp.MAX).tolist()
+            rows = self._exchange.largest(rows)
         pairs = zip(self.units, rows, strict=True)
         return [form_of(unit, r, self._exchange.world, allow_rows=self._recorder.rows) for unit, r in pairs]
 
@@ -176,7 +175,7 @@ class Collector:
         """Return the sums of a few numbers over all ranks."""
         if self._exchange is None:
             return list(values)
-        return self._exchange.reduce(torch.tensor(values, dtype=torch.float64)).tolist()
+        return self._exchange.total(values)
 
     def share_parameters(self) -> None:
         """Give all ranks the parameters as their owners have them."""

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ul2q.pipeline.errors import JobError
-from ul2q.pipeline.kfac.communication import communication
+from ul2q.pipeline.kfac.communication import all_reduce, broadcast, communication, new_group
 from ul2q.pipeline.kfac.owners import Unit
+from ul2q.pipeline.kfac.record import moved
 from ul2q.pipeline.kfac.transport import Contribution, Form, decode, encode, segment_bytes
 
 
@@ -74,7 +75,7 @@ class Exchange:
         """
         self.rank, self.world, self.owners = dist.get_rank(), dist.get_world_size(), tuple(owners)
         self._units, self._contribute, self._agree, self._dtype = tuple(units), contribute, agree, dtype
-        self._group = dist.new_group()
+        self._group = new_group()
         self._device = units[0].parameters[0].device  # where the backend can reach small numbers too
         self._buckets = [_Bucket(part) for part in _split(units, bucket_bytes)]
         self._bucket_of = {unit: bucket for bucket in self._buckets for unit in bucket.units}
@@ -170,20 +171,17 @@ class Exchange:
         for bucket in self._buckets:
             bucket.reset()
 
-    def reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """A few numbers over all ranks.
+    def total(self, values: Sequence[float]) -> list[float]:
+        """Return the sums of a few numbers over all ranks."""
+        numbers = torch.tensor(values, dtype=torch.float64, device=self._device)
+        all_reduce(numbers, group=self._group)
+        return numbers.tolist()
 
-        Args:
-            values: this rank's numbers.
-            op: sum or maximum.
-
-        Returns:
-            The result.
-        """
-        values = values.to(self._device)
-        with communication():
-            dist.all_reduce(values, op=op, group=self._group)
-        return values
+    def largest(self, values: Sequence[int]) -> list[int]:
+        """Return the largest of every one of a few numbers over all ranks."""
+        numbers = torch.tensor(values, dtype=torch.int64, device=self._device)
+        all_reduce(numbers, dist.ReduceOp.MAX, self._group)
+        return numbers.tolist()
 
     def share_parameters(self) -> None:
         """AllGatherV: send every unit's parameters from its owner to all ranks."""
@@ -209,17 +207,13 @@ class Exchange:
 
     def share_model(self, model: nn.Module) -> None:
         """Give all ranks the parameters and buffers of rank 0."""
-        with communication(), torch.no_grad():
-            for tensor in [*model.parameters(), *model.buffers()]:
-                values = tensor.detach().contiguous()
-                dist.broadcast(values, src=0, group=self._group)
-                tensor.copy_(values)
+        broadcast([*model.parameters(), *model.buffers()], self._group)
 
     def gather(self, value: Mapping[str, object], to: int) -> list[Mapping[str, object]] | None:
         """Collect one object per rank.
 
         Args:
-            value: this rank's object.
+            value: this rank's object; the tensors in it come on the CPU, as no other rank has this GPU.
             to: the rank that receives.
 
         Returns:
@@ -227,7 +221,7 @@ class Exchange:
         """
         into: list[Mapping[str, object]] | None = [{}] * self.world if self.rank == to else None
         with communication():
-            dist.gather_object(value, into, dst=to, group=self._group)
+            dist.gather_object(moved(value, torch.device("cpu")), into, dst=to, group=self._group)
         return into
 
 

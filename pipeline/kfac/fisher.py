@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.kfac import math, record
-from ul2q.pipeline.kfac.communication import communication
+from ul2q.pipeline.kfac.communication import all_reduce
 from ul2q.pipeline.kfac.curvature import KroneckerCurvature
 from ul2q.pipeline.kfac.hooks import Record, Recorder
 from ul2q.pipeline.kfac.layers import KroneckerLayer, find_layers
@@ -34,19 +34,19 @@ def sample_labels(outputs: Tensor, generator: torch.Generator) -> Tensor:
 
     Args:
         outputs: logits [n, classes, *positions]; one channel means yes or no.
-        generator: source of randomness.
+        generator: source of randomness, on the CPU: so that every device draws the same.
 
     Returns:
         Class indices [n, *positions], or for one channel 0 or 1 in the shape and type of ``outputs``.
     """
     if outputs.shape[1] == 1:
-        uniform = torch.rand(outputs.shape, generator=generator, dtype=torch.float64)
+        uniform = torch.rand(outputs.shape, generator=generator, dtype=torch.float64, device="cpu")
         return (uniform.to(outputs.device) < outputs.double().sigmoid()).to(outputs.dtype)
     # Inverse of the cumulative distribution: the number of cumulative probabilities below a uniform number.
     cumulative = outputs.double().softmax(1).cumsum(1)
     shape = (outputs.shape[0], 1, *outputs.shape[2:])
-    uniform = torch.rand(shape, generator=generator, dtype=torch.float64).to(outputs.device)
-    return (uniform >= cumulative).sum(1).clamp_max(outputs.shape[1] - 1)
+    uniform = torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu")
+    return (uniform.to(outputs.device) >= cumulative).sum(1).clamp_max(outputs.shape[1] - 1)
 
 
 def summed_loss(outputs: Tensor, labels: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def collect_factors(
         raise UsageError(f"fisher is {fisher!r}: use one of {', '.join(FISHERS)}")
     layers = {n: lay for n, lay in find_layers(model)[0].items() if isinstance(lay, KroneckerLayer)}
     distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    generator = torch.Generator().manual_seed(seed + (dist.get_rank() << 32 if distributed else 0))
+    generator = torch.Generator("cpu").manual_seed(seed + (dist.get_rank() << 32 if distributed else 0))
     recorder = Recorder(layers.values(), rows=False, training_only=False)
     modes = {module: module.training for module in model.modules()}
     model.eval()
@@ -148,18 +148,17 @@ def _reduced(local: Record | None, layer: KroneckerLayer) -> Record:
     """Return a layer's record summed over all ranks."""
     (d, m), c = layer.dims, layer.groups
     like = layer.weight.detach()
+    kind = torch.float32 if like.dtype in (torch.float16, torch.bfloat16) else like.dtype
     lengths = [c * d * (d + 1) // 2, c * m * (m + 1) // 2]
-    parts = [like.new_zeros(length) for length in lengths]
+    parts = [like.new_zeros(length, dtype=kind) for length in lengths]
     counts = [0.0] * 4
     if local is not None and isinstance(local.sums, KroneckerSums):
         sums = local.sums
         parts = [math.tri(sums.a.dense()).reshape(-1), math.tri(sums.g.dense()).reshape(-1)]
         counts = [float(sums.rows), float(local.samples), 1.0, float(local.problem is not None)]
     numbers = torch.tensor(counts, dtype=torch.float64, device=like.device)
-    with communication():
-        dist.all_reduce(numbers)
-        for part in parts:
-            dist.all_reduce(part)
+    for each in (numbers, *parts):
+        all_reduce(each)
     total = Record()
     rows, total.samples = int(numbers[0]), int(numbers[1])
     if numbers[2] > 0:

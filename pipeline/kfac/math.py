@@ -27,8 +27,8 @@ def tri(matrix: Tensor) -> Tensor:
         Packed triangles [c, d(d+1)/2].
     """
     d = matrix.shape[-1]
-    mask = torch.ones(d, d, dtype=torch.bool, device=matrix.device).tril()
-    return matrix[:, mask]
+    i, j = torch.tril_indices(d, d, device=matrix.device)
+    return matrix[:, i, j]
 
 
 def untri(packed: Tensor) -> Tensor:
@@ -47,10 +47,10 @@ def untri(packed: Tensor) -> Tensor:
     d = int(((8 * length + 1) ** 0.5 - 1) / 2 + 0.5)
     if d * (d + 1) // 2 != length:
         raise ValueError(f"{length} numbers are no packed triangle")
-    mask = torch.ones(d, d, dtype=torch.bool, device=packed.device).tril()
-    lower = packed.new_zeros(packed.shape[0], d, d)
-    lower[:, mask] = packed
-    return lower + lower.tril(-1).mT
+    i, j = torch.tril_indices(d, d, device=packed.device)
+    matrix = packed.new_empty(packed.shape[0], d, d)
+    matrix[:, i, j] = matrix[:, j, i] = packed
+    return matrix
 
 
 @dataclass(frozen=True)
@@ -279,6 +279,8 @@ def damped_inverse(matrix: Tensor, damping: Tensor) -> tuple[Tensor, Tensor] | N
         # LAPACK fills one triangle and torch mirrors it, column by column: the transpose is the same matrix,
         # row by row, as a resumed run unpacks it. Products then round alike.
         inverse = torch.cholesky_inverse(lower).mT.to(matrix.dtype).contiguous()
+        if inverse.device.type != "cpu":  # cuSOLVER solves for the identity: symmetric up to rounding only
+            inverse = inverse.tril() + inverse.tril(-1).mT
         if bool(torch.isfinite(inverse.sum())):
             return inverse, delta.to(matrix.dtype)
     return None

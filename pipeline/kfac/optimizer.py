@@ -369,7 +369,8 @@ class KFAC(torch.optim.Optimizer):
         self._natural.uncovered = dict(own["uncovered"])
         self.schedule.load_state_dict(own["schedule"])
         for name, curvature in self._natural.curvature.items():
-            curvature.load_state_dict(own["layers"][name])
+            device = self._layers[name].parameters[0].device
+            curvature.load_state_dict(record.moved(own["layers"][name], device))
         self._arm()
 
     def factors_state(self, to: int = 0) -> dict[str, Any] | None:

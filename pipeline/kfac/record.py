@@ -25,6 +25,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ul2q.pipeline.kfac import math
@@ -36,6 +37,17 @@ NORMALISATION = {
     "A": "mean over examples of the sum over positions",
     "G": "mean over examples and positions, gradient of one example's loss",
 }
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """Return plain types with all tensors in them on ``device``."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: moved(one, device) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(moved(one, device) for one in value)
+    return value
 
 
 def weight_sha256(weight: Tensor) -> str:

@@ -171,7 +171,7 @@ def random_erasing(
     h = (size * ratio).sqrt().round().clamp(1, height)
     w = (size / ratio).sqrt().round().clamp(1, width)
     top, left = (u[:, 4] * (height - h + 1)).floor(), (u[:, 5] * (width - w + 1)).floor()
-    rows, columns = torch.arange(height), torch.arange(width)
+    rows, columns = (torch.arange(size, device=u.device) for size in (height, width))
     inside_y = (rows >= top[:, None]) & (rows < (top + h)[:, None])
     inside_x = (columns >= left[:, None]) & (columns < (left + w)[:, None])
     erase = inside_y[:, :, None] & inside_x[:, None, :] & (u[:, 0] < probability)[:, None, None]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ul2q.pipeline.kfac.communication import communication
+from ul2q.pipeline.kfac.communication import all_gather, all_reduce
 
 
 def combined(counts: Tensor, means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -43,10 +43,7 @@ class _Normalise(torch.autograd.Function):
         variance, mean = torch.var_mean(x, dim=(0, 2), correction=0)
         count = mean.new_full((1,), x.shape[0] * x.shape[2])
         local = torch.cat([count, mean, variance])
-        parts = [torch.empty_like(local) for _ in range(dist.get_world_size())]
-        with communication():
-            dist.all_gather(parts, local)
-        gathered = torch.stack(parts)
+        gathered = torch.stack(all_gather(local))
         total, mean, variance = combined(gathered[:, :1], *gathered[:, 1:].chunk(2, 1))
         rstd = (variance + eps).rsqrt()
         x_hat = (x - mean[:, None]) * rstd[:, None]
@@ -60,8 +57,7 @@ class _Normalise(torch.autograd.Function):
         """Return the gradient at x; the sums over the batch run over all ranks."""
         x_hat, rstd, total = ctx.saved_tensors
         sums = torch.cat([g.sum((0, 2)), (g * x_hat).sum((0, 2))])
-        with communication():
-            dist.all_reduce(sums)
+        all_reduce(sums)
         mean_g, mean_gx = (sums / total).chunk(2)
         return (g - mean_g[:, None] - x_hat * mean_gx[:, None]) * rstd[:, None], None
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import frexp
 
 import torch
 from torch import Tensor
@@ -122,7 +123,7 @@ def _scaled(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, float]:
     largest = float(values.abs().max()) if values.numel() else 0.0
     if not 0 < largest < float("inf"):
         return values.to(dtype), 1.0
-    exponent = 14 - torch.frexp(torch.tensor(largest, dtype=torch.float64))[1].item()
+    exponent = 14 - frexp(largest)[1]
     return (values * 2.0**exponent).to(dtype), 2.0**exponent
 
 
@@ -175,7 +176,8 @@ def encode(unit: Unit, contribution: Contribution, form: Form, dtype: torch.dtyp
     code = 0 if problem is None else 1 + PROBLEMS.index(problem)
     has_sums = float(form.statistics and contribution.sums is not None)
     header = [contribution.samples, contribution.used, rows, code, present, has_sums, *scales]
-    out[: 8 * _HEADER].view(torch.float64).copy_(torch.tensor(header, dtype=torch.float64))
+    numbers = torch.tensor(header, dtype=torch.float64, device=out.device)
+    out[: 8 * _HEADER].view(torch.float64).copy_(numbers)
 
 
 def _decode_sums(unit: Unit, form: Form, parts: list[Tensor], rows: int) -> Sums:

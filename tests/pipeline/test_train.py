@@ -270,3 +270,29 @@ def test_configuration_reaches_the_optimiser(data: str) -> None:
     assert [paper[k] for k in ("momentum", "nesterov", "weight_decay")] == [0.9, False, 4e-4]
     assert made(momentum=0.5).param_groups[0]["momentum"] == 0.5
     assert made().param_groups[0]["momentum"] == 0.9
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optimizer": "kfac", "mixup": 0.4, "erase": True, "refresh": "adaptive", "simulate_batch": 40},
+        {"optimizer": "kfac", "augment": True, "precision": "bfloat16", "kl_clip": 1e-3},
+        {"optimizer": "sgd", "augment": True},
+    ],
+)
+def test_tensors_are_made_where_the_model_is(
+    data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    """One made without a device lands on torch's default device, where there is nothing to compute with."""
+    here, there = tmp_path / "here.pt", tmp_path / "there.pt"
+    train(config(data, arch="resnet8", epochs=2, **changes), here)
+    for name in ("_epoch", "_finish"):
+        whole = getattr(training, name)
+
+        def elsewhere(run: Any, other: Any, whole: Any = whole) -> None:
+            with torch.device("meta"):
+                whole(run, other)
+
+        monkeypatch.setattr(training, name, elsewhere)
+    train(config(data, arch="resnet8", epochs=2, **changes), there)
+    assert here.read_bytes() == there.read_bytes()

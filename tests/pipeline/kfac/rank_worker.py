@@ -11,6 +11,7 @@ import os
 import pickle
 import signal
 import sys
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -92,18 +93,19 @@ def train(spec: dict[str, Any]) -> dict[str, Any]:
             x = x * float("nan")
         micro = spec.get("micro", 1)
         total = 0.0
-        for k, (micro_x, micro_y) in enumerate(zip(x.chunk(micro), y.chunk(micro), strict=True)):
-            with kfac.no_sync() if k < micro - 1 else contextlib.nullcontext():
-                loss = F.cross_entropy(model(micro_x), micro_y, reduction="sum") / len(x)
-                if late and k == 0:
-                    kfac.zero_grad()
-                loss.backward()
-            total += loss.item()
-        exchange = kfac._collector._exchange
-        launched = 0 if exchange is None else exchange.launched
-        if spec.get("die_at") == step and dist.get_rank() == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        kfac.step()
+        with torch.device(spec.get("default_device", "cpu")):
+            for k, (micro_x, micro_y) in enumerate(zip(x.chunk(micro), y.chunk(micro), strict=True)):
+                with kfac.no_sync() if k < micro - 1 else contextlib.nullcontext():
+                    loss = F.cross_entropy(model(micro_x), micro_y, reduction="sum") / len(x)
+                    if late and k == 0:
+                        kfac.zero_grad()
+                    loss.backward()
+                total += loss.item()
+            exchange = kfac._collector._exchange
+            launched = 0 if exchange is None else exchange.launched
+            if spec.get("die_at") == step and dist.get_rank() == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            kfac.step()
         mean = torch.tensor([total], dtype=torch.float64)
         dist.all_reduce(mean)
         losses.append(mean.item() / dist.get_world_size())
@@ -186,20 +188,31 @@ def factors(_spec: dict[str, Any]) -> dict[str, Any]:
     model = convolutional(torch.float64)
     x, y = batch(0, 10, torch.float64)
     rank, world = dist.get_rank(), dist.get_world_size()
-    return collect_factors(
-        model, list(zip(x.split(3), y.split(3), strict=True))[rank::world], fisher="empirical"
-    )
+    with torch.device(_spec.get("default_device", "cpu")):
+        return collect_factors(
+            model, list(zip(x.split(3), y.split(3), strict=True))[rank::world], fisher="empirical"
+        )
+
+
+def patience(_spec: dict[str, Any]) -> list[float]:
+    """Seconds that the default group, and the optimiser's own, wait for a rank."""
+    exchange = build({})[1]._collector._exchange
+    assert exchange is not None
+    backends = [group._get_backend(torch.device("cpu")) for group in (dist.group.WORLD, exchange._group)]  # type: ignore[union-attr]
+    return [backend.options._timeout.total_seconds() for backend in backends]
 
 
 TASKS = {
     task.__name__: task
-    for task in (train, two_backwards, discard, unused_on_one, wrapped, normalise, factors)
+    for task in (train, two_backwards, discard, unused_on_one, wrapped, normalise, factors, patience)
 }
 
 
 def run(task: str, rank: int, world: int, store: str, spec: dict[str, Any]) -> tuple[str, Any]:
     """One task in a process group of its own."""
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=77)
+    )
     try:
         return "result", TASKS[task](spec)
     except (RuntimeError, ValueError) as error:

@@ -276,6 +276,34 @@ def test_bytes_on_the_wire_equal_the_formula(ranks: Ranks) -> None:
     assert narrow[1 - owner]["sent"] == header + -(-2 * (rows + gradient) // 8) * 8
 
 
+ELSEWHERE: dict[str, dict[str, Any]] = {
+    **{name: {"model": "convolutional", **spec} for name, spec in SETTINGS.items()},
+    "across": {"model": "normalised", "sync_bn": True, "micro": 2},
+    "half": {"dtype": torch.float32, "options": {"transport": "float16"}},
+}
+
+
+@pytest.mark.parametrize("setting", ELSEWHERE)
+def test_tensors_are_made_where_the_model_is(ranks: Ranks, setting: str) -> None:
+    """One made without a device lands on torch's default device, where there is nothing to compute with."""
+    spec = {"steps": (0, 5)} | ELSEWHERE[setting]
+    here, there = (
+        ranks.results("train", 2, spec | {"default_device": device})[0] for device in ("cpu", "meta")
+    )
+    assert here["losses"] == there["losses"]
+    assert all(torch.equal(v, there["weights"][k]) for k, v in here["weights"].items())
+
+
+def test_factors_of_all_ranks_are_made_where_the_model_is(ranks: Ranks) -> None:
+    here, there = (ranks.results("factors", 2, {"default_device": device})[0] for device in ("cpu", "meta"))
+    for name, entry in here["layers"].items():
+        assert all(torch.equal(entry[key], there["layers"][name][key]) for key in ("A", "G"))
+
+
+def test_the_optimiser_waits_for_a_rank_as_long_as_its_default_group(ranks: Ranks) -> None:
+    assert ranks.results("patience", 2, {}) == [[77.0, 77.0]] * 2
+
+
 def test_a_rank_that_dies_ends_the_others_with_a_clear_message(ranks: Ranks) -> None:
     """The last test of this file: the processes end."""
     started = time.monotonic()
