@@ -10,7 +10,9 @@ from __future__ import annotations
 import datetime
 import os
 import signal
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from ul2q.pipeline.errors import JobError, UsageError
-from ul2q.pipeline.kfac.communication import communication
+from ul2q.pipeline.kfac.communication import all_reduce, broadcast, communication
 
 T = TypeVar("T")
 
@@ -31,6 +33,8 @@ T = TypeVar("T")
 TIMEOUT = datetime.timedelta(minutes=5)
 #: how long rank 0 waits for all to start
 START_TIMEOUT = datetime.timedelta(minutes=2)
+#: seconds that a process told to end has for doing so by itself
+GRACE = 5.0
 
 _CPU = torch.device("cpu")
 
@@ -70,12 +74,8 @@ class Ranks:
 
     def total(self, values: Sequence[float]) -> list[float]:
         """Return the sums of a few numbers over all ranks."""
-        if self.world == 1:
-            return list(values)
-        numbers = torch.tensor(values, dtype=torch.float64)
-        with communication():
-            dist.all_reduce(numbers)
-        return numbers.tolist()
+        # As objects: whoever made the group may have left out the backend that reaches numbers on the CPU.
+        return [sum(column) for column in zip(*self.gather(list(values)), strict=True)]
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, on all ranks."""
@@ -112,11 +112,8 @@ class Ranks:
 
     def share_model(self, model: nn.Module) -> None:
         """Give all ranks the parameters and buffers of rank 0."""
-        if self.world == 1:
-            return
-        with communication(), torch.no_grad():
-            for tensor in [*model.parameters(), *model.buffers()]:
-                dist.broadcast(tensor, src=0)
+        if self.world > 1:
+            broadcast([*model.parameters(), *model.buffers()])
 
     def average_buffers(self, model: nn.Module) -> None:
         """Give all ranks the mean of their floating-point buffers: running statistics of batch norm."""
@@ -129,33 +126,43 @@ class Ranks:
             self._average([p.grad for p in parameters if p.grad is not None])
 
     def _average(self, tensors: list[torch.Tensor]) -> None:
-        with communication(), torch.no_grad():
+        with torch.no_grad():
             for dtype in sorted({t.dtype for t in tensors}, key=str):
                 same = [t for t in tensors if t.dtype == dtype]
                 flat = torch.cat([t.reshape(-1) for t in same])
-                dist.all_reduce(flat)
+                all_reduce(flat)
                 pieces = flat.div_(self.world).split([t.numel() for t in same])
                 for tensor, piece in zip(same, pieces, strict=True):
                     tensor.copy_(piece.reshape(tensor.shape))
 
 
 def choose_device(wanted: str) -> torch.device:
-    """Find the device of this rank: ranks of one machine take its GPUs in turn.
+    """Find the device of this rank: ranks of one machine take its GPUs in turn, by LOCAL_RANK.
 
     Args:
         wanted: ``cpu``, ``cuda``, or ``auto`` for a GPU where there is one.
 
     Returns:
-        The device.
+        The device; without LOCAL_RANK the current GPU, as one process alone, or the program that made the
+        process group, has set it.
 
     Raises:
-        UsageError: there is no such device, or fewer GPUs than ranks on this machine.
+        UsageError: there is no such device, fewer GPUs than ranks on this machine, or a launcher that does
+            not number the ranks of a machine.
     """
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    local, count = _number("LOCAL_RANK", 0), torch.cuda.device_count()
+    count = torch.cuda.device_count()
     if count == 0:
         raise UsageError("device is 'cuda', and torch sees no GPU here: give --device cpu")
+    if "LOCAL_RANK" not in os.environ:
+        if _number("WORLD_SIZE", 1) > 1 and not dist.is_initialized():
+            raise UsageError(
+                "WORLD_SIZE is set but not LOCAL_RANK, which says whose GPU is whose: "
+                "start with torchrun, set it, or give --device cpu"
+            )
+        return torch.device("cuda", torch.cuda.current_device())
+    local = _number("LOCAL_RANK", 0)
     if local >= count:
         has = f"local rank {local} has no GPU, this machine has {count}"
         raise UsageError(f"{has}: start fewer ranks, or give --device cpu")
@@ -192,8 +199,31 @@ def may_speak() -> bool:
     return _Group.heard
 
 
+_TOLD = "told to end (SIGTERM), as a launcher does when another rank has failed"
+
+
 def _told_to_end(*_: object) -> NoReturn:
-    raise JobError("told to end (SIGTERM), as a launcher does when another rank has failed")
+    raise JobError(_TOLD)
+
+
+def _end_if_stuck(signals: int) -> None:
+    """End the process some time after SIGTERM, even if the main thread waits for a GPU or for another rank.
+
+    Python's own handler runs only once the main thread is back from such a call, and after half a minute
+    launchers kill.
+
+    Args:
+        signals: where the numbers of the signals arrive; its other end is closed to leave the process alone.
+    """
+    while numbers := os.read(signals, 64):
+        if signal.SIGTERM in numbers:
+            time.sleep(GRACE)
+            threading.Timer(1, os._exit, (1,)).start()  # whether or not the others can still be asked
+            if _Group.heard is None and may_speak():
+                sys.stderr.write(f"error: {_TOLD}\n")
+                sys.stderr.flush()
+            os._exit(1)
+    os.close(signals)
 
 
 @contextmanager
@@ -239,8 +269,15 @@ def _ending_on_sigterm() -> Iterator[None]:
         yield
         return
     before = signal.signal(signal.SIGTERM, _told_to_end)
+    arriving, leaving = os.pipe()
+    os.set_blocking(leaving, False)
+    woken = signal.set_wakeup_fd(leaving, warn_on_full_buffer=False)
+    threading.Thread(target=_end_if_stuck, args=(arriving,), daemon=True).start()
     yield
-    signal.signal(signal.SIGTERM, before)  # not after an error: this process is about to end, and says why
+    # Not after an error: this process is about to end, and says why.
+    signal.set_wakeup_fd(woken)
+    os.close(leaving)
+    signal.signal(signal.SIGTERM, before)
 
 
 def _connect(rank: int, world: int, device: torch.device) -> None:
@@ -252,6 +289,9 @@ def _connect(rank: int, world: int, device: torch.device) -> None:
     _Group.heard = None
     try:
         _Group.store, *_ = next(rendezvous("env://", timeout=START_TIMEOUT))
+        if device.type == "cuda":
+            # Errors are raised where this process waits, as with gloo; else a thread of NCCL would abort it.
+            os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
         dist.init_process_group(
             "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
             store=PrefixStore("group", _Group.store),

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
 import pytest
 import torch
 
-from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.errors import JobError, UsageError
+from ul2q.pipeline.training import ranks
 from ul2q.pipeline.training.ranks import Ranks, choose_device, joined, may_speak
 
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -13,7 +21,7 @@ LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*LAUNCHED, "LOCAL_RANK"):
+    for name in (*LAUNCHED, "LOCAL_RANK", "TORCH_NCCL_BLOCKING_WAIT"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -22,10 +30,10 @@ def test_one_process_is_rank_0_of_1(monkeypatch: pytest.MonkeyPatch, world: str 
     if world is not None:
         monkeypatch.setenv("WORLD_SIZE", world)
     with joined() as first:
-        ranks = Ranks.current("cpu")
+        own = Ranks.current("cpu")
         assert first
-        assert (ranks.rank, ranks.world, ranks.first) == (0, 1, True)
-        assert (ranks.total([2, 3]), ranks.gather("x"), ranks.lead(lambda: 5)) == ([2, 3], ["x"], 5)
+        assert (own.rank, own.world, own.first) == (0, 1, True)
+        assert (own.total([2, 3]), own.gather("x"), own.lead(lambda: 5)) == ([2, 3], ["x"], 5)
 
 
 @pytest.mark.parametrize(
@@ -69,3 +77,85 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(UsageError, match="local rank 2 has no GPU, this machine has 2: start fewer ranks"):
         choose_device("auto")
+
+
+def test_without_local_ranks_the_current_gpu_is_taken_by_one_process_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert choose_device("auto") == torch.device("cuda", 3)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="WORLD_SIZE is set but not LOCAL_RANK"):
+        choose_device("auto")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)  # by a program of its own
+    assert choose_device("auto") == torch.device("cuda", 3)
+
+
+def test_ranks_with_gpus_take_them_before_they_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[tuple[str, object]] = []
+
+    def join(backend: str, **_: object) -> None:
+        done.append((backend, os.environ.get("TORCH_NCCL_BLOCKING_WAIT")))
+        raise RuntimeError("no further")
+
+    for name, value in (LAUNCHED | {"LOCAL_RANK": "1"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append(("set", device)))
+    monkeypatch.setattr(ranks, "rendezvous", lambda *_, **__: iter([(None, 1, 2)]))
+    monkeypatch.setattr(ranks, "PrefixStore", lambda *_: None)
+    monkeypatch.setattr(torch.distributed, "init_process_group", join)
+    with pytest.raises(JobError, match="did not find the others"), joined("cuda"):
+        pass
+    assert done == [("set", torch.device("cuda", 1)), ("cpu:gloo,cuda:nccl", "1")]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT")
+    with pytest.raises(JobError, match="did not find the others"), joined("auto"):
+        pass
+    assert done[2:] == [("gloo", None)]
+
+
+def test_a_process_that_waits_for_another_ends_when_told_to() -> None:
+    """Rank 0 waits, outside Python, for a rank that does not come."""
+    script = (
+        "import datetime, torch, torch.distributed as dist\n"
+        "from ul2q.pipeline.training import ranks\n"
+        "ranks.GRACE = 0.5\n"
+        "with ranks.joined('cpu') as first:\n"
+        "    print('ready', flush=True)\n"
+        "    if not first:\n"
+        "        input()\n"
+        "    dist.all_reduce(torch.zeros(1))\n"
+    )
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    started = []
+    for rank in (0, 1):
+        launched = LAUNCHED | {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": str(port)}
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-c", script],
+                env=os.environ | launched,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    try:
+        for process in started:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+        time.sleep(0.3)  # rank 0 is in the collective by now; if not, it ends all the sooner
+        started[0].send_signal(signal.SIGTERM)
+        error = started[0].communicate(timeout=20)[1]
+        assert started[0].returncode == 1
+        assert "told to end (SIGTERM)" in error
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
