@@ -23,9 +23,20 @@ if TYPE_CHECKING:
     from ul2q.pipeline.verify import Parity
 
 # Set before any test module, or a process that it starts, imports what reads it: tests send nothing and write
-# to no home folder, and their tensors are so small that threads would mostly wait for each other.
+# to no home folder, and their tensors are so small that threads would mostly wait for each other. They run
+# on CPUs, also where there is a GPU, as much is exact only there; `gpu_environment` is that of processes that
+# see the GPUs again.
+GPUS = os.environ.get("CUDA_VISIBLE_DEVICES")
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def gpu_environment() -> dict[str, str]:
+    """Return the environment of processes that see the GPUs."""
+    rest = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    return rest if GPUS is None else rest | {"CUDA_VISIBLE_DEVICES": GPUS}
 
 
 @dataclass(frozen=True)
