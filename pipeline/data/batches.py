@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -11,6 +12,15 @@ from ul2q.pipeline.data.augment import AUGMENTATIONS, COLUMNS
 from ul2q.pipeline.data.counter import permutation, uniforms
 from ul2q.pipeline.data.datasets import Batch, Dataset, Inputs
 from ul2q.pipeline.errors import UsageError
+
+
+class Order(TypedDict, total=False):
+    """What `input_batches` may be told of order and number."""
+
+    seed: int | None
+    epoch: int
+    augment: bool
+    drop_last: bool
 
 
 class Pass:
@@ -50,10 +60,7 @@ class Pass:
         Raises:
             UsageError: a sample cannot be read, holds NaN or Inf (named), or has several inputs.
         """
-        (x, *others), y = self.fetch_inputs(rows)
-        if others:
-            raise UsageError(f"the data hold {1 + len(others)} inputs a sample: this needs a single one")
-        return x, y
+        return _single(*self.fetch_inputs(rows))
 
     def fetch_inputs(self, rows: np.ndarray) -> tuple[Inputs, torch.Tensor | None]:
         """Return every input of the samples ``rows``, and targets; the first input and masks are varied."""
@@ -67,33 +74,6 @@ class Pass:
         return inputs, y
 
 
-def batches(
-    dataset: Dataset,
-    batch_size: int,
-    *,
-    seed: int | None = None,
-    epoch: int = 0,
-    augment: bool = False,
-    drop_last: bool = False,
-) -> Iterator[Batch]:
-    """Yield ``dataset`` once in batches (x float32 [N, C, H, W], y int64 [N] or None).
-
-    Args:
-        dataset: the samples.
-        batch_size: N; the last batch may be smaller.
-        seed: seed of order and augmentation; None keeps the order.
-        epoch: which pass over the data this is.
-        augment: vary the samples as ``dataset.augmentation`` says; needs a seed.
-        drop_last: leave out a last batch that is smaller, unless it is the only one.
-
-    Yields:
-        One batch after another.
-    """
-    one = Pass(dataset, seed=seed, epoch=epoch, augment=augment)
-    for rows in _cut(one.order, batch_size, drop_last):
-        yield one.fetch(rows)
-
-
 def input_batches(
     dataset: Dataset,
     batch_size: int,
@@ -103,7 +83,7 @@ def input_batches(
     augment: bool = False,
     drop_last: bool = False,
 ) -> Iterator[tuple[Inputs, torch.Tensor | None]]:
-    """Yield ``dataset`` as :func:`batches` does, with all inputs of a sample: ((x1, x2, …), y or None).
+    """Yield ``dataset`` once in batches ((x1, x2, …), y or None); x are [N, ...], for images [N, C, H, W].
 
     Args:
         dataset: the samples.
@@ -119,6 +99,27 @@ def input_batches(
     one = Pass(dataset, seed=seed, epoch=epoch, augment=augment)
     for rows in _cut(one.order, batch_size, drop_last):
         yield one.fetch_inputs(rows)
+
+
+def batches(dataset: Dataset, batch_size: int, **options: Unpack[Order]) -> Iterator[Batch]:
+    """Yield ``dataset``, which has a single input, in batches (x float32 [N, C, H, W], y int64 [N] or None).
+
+    Args:
+        dataset: the samples.
+        batch_size: N; the last batch may be smaller.
+        options: those of :func:`input_batches`.
+
+    Yields:
+        One batch after another.
+    """
+    for inputs, y in input_batches(dataset, batch_size, **options):
+        yield _single(inputs, y)
+
+
+def _single(inputs: Inputs, y: torch.Tensor | None) -> Batch:
+    if len(inputs) > 1:
+        raise UsageError(f"the data hold {len(inputs)} inputs a sample: this needs a single one")
+    return inputs[0], y
 
 
 def _cut(order: np.ndarray, batch_size: int, drop_last: bool) -> Iterator[np.ndarray]:
