@@ -123,10 +123,10 @@ class KroneckerCurvature:
         raised = max(float((found_a[1] / wanted_a).max()), float((found_g[1] / wanted_g).max()))
         return f"damping was raised {raised:.0f} times" if raised > 2 else None
 
-    def precondition(self, v: Tensor) -> Tensor:
-        """Return G^-1 V A^-1 for V [c, m, d]."""
+    def precondition_(self, v: Tensor, spare: Tensor) -> None:
+        """Put G^-1 V A^-1 in place of V [c, m, d]; ``spare`` of the same shape is overwritten."""
         assert self._inverses is not None  # noqa: S101 (callers ask ``ready``)
-        return math.precondition(v, *self._inverses)
+        math.precondition_(v, *self._inverses, spare)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything as plain types and tensors, matrices packed."""
@@ -212,10 +212,11 @@ class UnitCurvature:
         self._inverse = inverse if bool(torch.isfinite(inverse).all()) else None
         return None if self.ready else "its 2x2 blocks have no finite inverse"
 
-    def precondition(self, v: Tensor) -> Tensor:
-        """Return (F + λI)^-1 v for v [c, 2]."""
+    def precondition_(self, v: Tensor, spare: Tensor) -> None:
+        """Put (F + λI)^-1 v in place of v [c, 2]; ``spare`` of the same shape is overwritten."""
         assert self._inverse is not None  # noqa: S101 (callers ask ``ready``)
-        return (self._inverse @ v.unsqueeze(-1)).squeeze(-1)
+        torch.bmm(self._inverse, v.unsqueeze(-1), out=spare.unsqueeze(-1))
+        v.copy_(spare)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything as plain types and tensors."""

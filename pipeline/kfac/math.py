@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -205,13 +206,13 @@ class DenseInverse:
 
     matrix: Tensor
 
-    def left(self, v: Tensor) -> Tensor:
-        """Return M^-1 v for v [c, d, k]."""
-        return self.matrix @ v
+    def left(self, v: Tensor, spare: Tensor) -> tuple[Tensor, Tensor]:
+        """Return M^-1 v for v [c, d, k], and a tensor to overwrite; likewise ``v`` and ``spare`` may be."""
+        return torch.bmm(self.matrix, v, out=spare), v
 
-    def right(self, v: Tensor) -> Tensor:
-        """Return v M^-1 for v [c, k, d]."""
-        return v @ self.matrix
+    def right(self, v: Tensor, spare: Tensor) -> tuple[Tensor, Tensor]:
+        """Return v M^-1 for v [c, k, d], and a tensor to overwrite."""
+        return torch.bmm(v, self.matrix, out=spare), v
 
 
 @dataclass(frozen=True)
@@ -228,15 +229,22 @@ class LowRankInverse:
     core: Tensor
     damping: float
 
-    def left(self, v: Tensor) -> Tensor:
-        """Return M^-1 v for v [1, d, k]."""
-        inside, scale = self.core @ (self.rows @ v[0]), 1 / self.damping
-        return torch.addmm(v[0], self.rows.T, inside, beta=scale, alpha=-scale)[None]
+    @cached_property
+    def _inside(self) -> Tensor:
+        """(UUᵀ + δI)^-1 U [r, d]."""
+        return self.core @ self.rows
 
-    def right(self, v: Tensor) -> Tensor:
-        """Return v M^-1 for v [1, k, d]."""
-        inside, scale = (v[0] @ self.rows.T) @ self.core, 1 / self.damping
-        return torch.addmm(v[0], inside, self.rows, beta=scale, alpha=-scale)[None]
+    def left(self, v: Tensor, spare: Tensor) -> tuple[Tensor, Tensor]:
+        """Return M^-1 v for v [1, d, k], in place, and ``spare``."""
+        scale = 1 / self.damping
+        v[0].addmm_(self.rows.T, self._inside @ v[0], beta=scale, alpha=-scale)
+        return v, spare
+
+    def right(self, v: Tensor, spare: Tensor) -> tuple[Tensor, Tensor]:
+        """Return v M^-1 for v [1, k, d], in place, and ``spare``."""
+        scale = 1 / self.damping
+        v[0].addmm_(v[0] @ self.rows.T, self._inside, beta=scale, alpha=-scale)
+        return v, spare
 
 
 Inverse = DenseInverse | LowRankInverse
@@ -305,18 +313,21 @@ def invert(moment: Moment, damping: Tensor) -> tuple[Inverse, Tensor] | None:
     return None if found is None else (DenseInverse(found[0]), found[1])
 
 
-def precondition(v: Tensor, a_inverse: Inverse, g_inverse: Inverse) -> Tensor:
-    """G^-1 V A^-1, equation (8) of [K].
+def precondition_(v: Tensor, a_inverse: Inverse, g_inverse: Inverse, spare: Tensor) -> None:
+    """Put G^-1 V A^-1, equation (8) of [K], in place of V.
+
+    All large results go where there is memory already: handing out new memory on every step would take as
+    long as some of the products.
 
     Args:
-        v: gradient of the weight, with the bias as last column [c, m, d].
+        v: gradient of the weight, with the bias as last column [c, m, d], contiguous.
         a_inverse: damped inverse of A, dimension d.
         g_inverse: damped inverse of G, dimension m.
-
-    Returns:
-        The preconditioned gradient [c, m, d].
+        spare: another tensor of the shape of ``v``, to be overwritten.
     """
-    return g_inverse.left(a_inverse.right(v))
+    found, _ = g_inverse.left(*a_inverse.right(v, spare))
+    if found is not v:
+        v.copy_(found)
 
 
 def normalised(x: Tensor, eps: float, stats: tuple[Tensor, Tensor] | None = None) -> Tensor:

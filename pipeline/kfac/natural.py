@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from ul2q.pipeline.kfac.curvature import Curvature, KroneckerCurvature, UnitCurvature
@@ -52,6 +53,8 @@ class NaturalGradient:
         self.uncovered = dict(uncovered)
         for name, reason in uncovered.items():
             logger.info("K-FAC leaves %s to the plain gradient: %s", name, reason)
+        self._joined: dict[str, Tensor] = {}  # gradients as matrices; kept, as new memory takes time
+        self._spare: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         keep = options.adaptive is not None
         diagonal = options.batch_norm == "diagonal"
         self.curvature: dict[str, Curvature] = {
@@ -138,7 +141,7 @@ class NaturalGradient:
             kl_clip: κ, or None.
 
         Returns:
-            ν g̃ of every parameter that has curvature and a gradient.
+            ν g̃ of every parameter that has curvature and a gradient, until the next call.
         """
         directions: dict[Tensor, Tensor] = {}
         inner = 0.0
@@ -147,15 +150,27 @@ class NaturalGradient:
             gradients = [g for g in parts[name].gradients if g is not None]
             if not curvature.ready or len(gradients) < len(layer.parameters):
                 continue
-            v = layer.join(gradients[0], gradients[1] if len(gradients) > 1 else None)
-            natural = curvature.precondition(v)
+            if name not in self._joined:
+                self._joined[name] = layer.joined()
+            v = self._joined[name]
+            layer.join(gradients, v)
+            curvature.precondition_(v, self._spare_like(v))
+            natural = layer.split(v)
             if kl_clip is not None:
-                inner += float((natural * v).sum())
-            directions |= dict(zip(layer.parameters, layer.split(natural), strict=True))
+                inner += sum(float((d * g).sum()) for d, g in zip(natural, gradients, strict=True))
+            directions |= dict(zip(layer.parameters, natural, strict=True))
         if kl_clip is None:
             return directions
         (inner,) = self._total([inner])
         if lr**2 * abs(inner) > kl_clip:
             nu = (kl_clip / (lr**2 * abs(inner))) ** 0.5
-            directions = {p: d * nu for p, d in directions.items()}
+            for direction in directions.values():
+                direction.mul_(nu)
         return directions
+
+    def _spare_like(self, v: Tensor) -> Tensor:
+        """Return a tensor like ``v`` with any values, the same memory at every call."""
+        key = (v.dtype, v.device)
+        if key not in self._spare or self._spare[key].numel() < v.numel():
+            self._spare[key] = v.new_empty(v.numel())
+        return self._spare[key][: v.numel()].view(v.shape)

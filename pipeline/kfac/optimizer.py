@@ -280,16 +280,17 @@ class KFAC(torch.optim.Optimizer):
                     unit.layer.weight.copy_(schemes.rescaled(unit.layer.weight))
 
     def _move(self, p: Tensor, direction: Tensor, group: dict[str, Any]) -> None:
+        target, lr = p, group["lr"]
+        if group["momentum"] != 0:
+            state = self.state[p]
+            if "velocity" not in state:
+                state["velocity"] = torch.zeros_like(p)
+            target = state["velocity"].mul_(group["momentum"])
         if group["weight_decay"]:
-            direction = direction.add(p, alpha=group["weight_decay"])
-        if group["momentum"] == 0:
-            p.add_(direction, alpha=-group["lr"])
-            return
-        state = self.state[p]
-        if "velocity" not in state:
-            state["velocity"] = torch.zeros_like(p)
-        state["velocity"].mul_(group["momentum"]).add_(direction, alpha=-group["lr"])
-        p.add_(state["velocity"])
+            target.add_(p, alpha=-lr * group["weight_decay"])
+        target.add_(direction, alpha=-lr)
+        if target is not p:
+            p.add_(target)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused once the optimiser exists: its parameters are those of its model.

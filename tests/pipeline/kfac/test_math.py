@@ -94,8 +94,9 @@ def test_woodbury_equals_the_dense_inverse(damping: float) -> None:
     assert isinstance(found[0], math.LowRankInverse)
     dense = torch.linalg.inv(rows.T @ rows + damping * torch.eye(30, dtype=torch.float64))
     v = torch.randn(1, 7, 30, dtype=torch.float64)
-    assert torch.allclose(found[0].right(v), v @ dense, rtol=1e-9, atol=1e-12 / damping)
-    assert torch.allclose(found[0].left(v.mT), dense @ v.mT, rtol=1e-9, atol=1e-12 / damping)
+    assert torch.allclose(found[0].right(v.clone(), v)[0], v @ dense, rtol=1e-9, atol=1e-12 / damping)
+    w = v.mT.contiguous()
+    assert torch.allclose(found[0].left(w.clone(), w)[0], dense @ w, rtol=1e-9, atol=1e-12 / damping)
 
 
 def test_output_moment_of_groups() -> None:
