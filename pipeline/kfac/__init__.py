@@ -1,11 +1,11 @@
 """K-FAC: natural gradient descent with Kronecker-factored curvature (Osawa et al. 2019).
 
-``math``, ``patches``, ``rows``, ``lags`` and ``convolution`` are pure functions on tensors, ``layers`` says
-what is covered, ``hooks`` captures statistics (``sums``), ``owners``, ``transport``, ``exchange`` and
-``collector`` bring them to the ranks that own the layers, ``curvature`` and ``natural`` hold factors and
-inverses, ``schedule`` says when they are refreshed, ``optimizer`` ties everything together. ``schemes`` and
-``recipes`` are the training schemes, ``sync_batch_norm`` normalises over all ranks, ``fisher`` collects the
-factors of a trained model, ``record`` is the form in which checkpoints keep them.
+``math``, ``patches``, ``rows``, ``lags`` and ``convolution`` are pure functions on tensors, ``layers`` and
+``batch_norm`` say what is covered, ``hooks`` captures statistics (``sums``), ``owners``, ``transport``,
+``exchange`` and ``collector`` bring them to the ranks that own the layers, ``curvature`` and ``natural`` hold
+factors and inverses, ``schedule`` says when they are refreshed, ``optimizer`` ties everything together.
+``schemes`` and ``recipes`` are the training schemes, ``sync_batch_norm`` normalises over all ranks,
+``fisher`` collects the factors of a trained model, ``record`` is the form in which checkpoints keep them.
 """
 
 from ul2q.pipeline.kfac.fisher import collect_factors

@@ -169,7 +169,7 @@ class Recorder:
         try:
             with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
                 values = _full_precision(x)
-                inputs = layer.inputs(values, used, rows=self.rows)
+                inputs = layer.inputs(values, used, rows=self.rows, node=output.grad_fn)
                 if self.measure_error and used < x.shape[0]:
                     error = layer.input_error(values, used)
         except Uncovered:

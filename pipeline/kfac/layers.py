@@ -10,7 +10,7 @@ Shapes: ``c`` groups, ``m`` outputs and ``d`` inputs of a group (with the bias c
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,10 @@ from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
 from ul2q.pipeline.kfac import convolution, math
+from ul2q.pipeline.kfac.batch_norm import BatchNormLayer
 from ul2q.pipeline.kfac.math import Moment
 from ul2q.pipeline.kfac.patches import Geometry, patch_rows
-from ul2q.pipeline.kfac.sums import KroneckerSums, UnitSums
+from ul2q.pipeline.kfac.sums import KroneckerSums
 from ul2q.pipeline.kfac.sync_batch_norm import SyncBatchNorm
 
 
@@ -84,13 +85,14 @@ class KroneckerLayer:
         """Return the size of the channel dimension of an output."""
         return output.shape[-1 if self.geometry is None else 1]
 
-    def inputs(self, x: Tensor, used: int, *, rows: bool) -> Moment:
+    def inputs(self, x: Tensor, used: int, *, rows: bool, node: Any = None) -> Moment:  # noqa: ARG002
         """Second moment of the inputs.
 
         Args:
             x: input of the layer, batch first.
             used: number of examples, the first ones, to form it from.
             rows: allow the rows themselves where they are smaller.
+            node: without meaning here.
 
         Returns:
             Σ x̃x̃ᵀ, dimension d.
@@ -103,11 +105,11 @@ class KroneckerLayer:
             if x.dim() < 2:
                 raise Uncovered("it was called without a batch dimension")
             samples = math.linear_rows(x[:used], bias)
-            if rows and math.prefer_rows(*samples.shape):
-                return Moment(
-                    rows=samples.clone(memory_format=torch.contiguous_format)
-                )  # the caller may write to x in place
-            return Moment(matrix=math.gram(samples)[None])
+            if not (rows and math.prefer_rows(*samples.shape)):
+                return Moment(matrix=math.gram(samples)[None])
+            if not bias:  # a view, and the caller may write to x in place
+                samples = samples.clone(memory_format=torch.contiguous_format)
+            return Moment(rows=samples)
         x = self._map(x)[:used]
         if self.pad_mode is not None:
             x = F.pad(x, self.pad_mode[1], self.pad_mode[0])
@@ -148,90 +150,22 @@ class KroneckerLayer:
             moment = math.output_moment(g, self.groups)
         return KroneckerSums(inputs, Moment(matrix=moment), r)
 
-    def join(self, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return tensors of the shapes of weight and bias as one matrix per group [c, m, d]."""
-        m = self.dims[1]
-        matrix = weight.reshape(self.groups, m, -1)
-        if bias is None:
-            return matrix
-        return torch.cat([matrix, bias.reshape(self.groups, m, 1)], -1)
+    def joined(self) -> Tensor:
+        """Return an empty matrix per group for :meth:`join` [c, m, d]."""
+        d, m = self.dims
+        return self.weight.new_empty(self.groups, m, d)
+
+    def join(self, gradients: Sequence[Tensor], out: Tensor) -> None:
+        """Write tensors of the shapes of ``parameters`` as one matrix per group [c, m, d]."""
+        for part, values in zip(self.split(out), gradients, strict=True):
+            part.copy_(values)
 
     def split(self, matrix: Tensor) -> tuple[Tensor, ...]:
-        """Return one tensor for every one of ``parameters``: the inverse of :meth:`join`."""
+        """Return a view of a contiguous [c, m, d] for every one of ``parameters``."""
+        rows = matrix.view(-1, matrix.shape[-1])
         if self.bias is None:
-            return (matrix.reshape(self.weight.shape),)
-        return matrix[..., :-1].reshape(self.weight.shape), matrix[..., -1].reshape(self.bias.shape)
-
-
-@dataclass(frozen=True, eq=False)
-class BatchNormLayer:
-    """An affine batch normalisation: one 2x2 block for γ and β of every channel.
-
-    Attributes:
-        name: name of the module in the model.
-        module: the module.
-        weight: γ [c].
-        bias: β [c].
-    """
-
-    name: str
-    module: nn.modules.batchnorm._BatchNorm
-    weight: nn.Parameter
-    bias: nn.Parameter
-    kind: str = "batchnorm"
-
-    @property
-    def parameters(self) -> tuple[nn.Parameter, ...]:
-        """γ and β."""
-        return self.weight, self.bias
-
-    def channels(self, output: Tensor) -> int:
-        """Return the size of the channel dimension of an output."""
-        return output.shape[1]
-
-    def inputs(self, x: Tensor, used: int, *, rows: bool) -> Tensor:  # noqa: ARG002 (one interface)
-        """x̂ of the batch.
-
-        Args:
-            x: input of the layer [n, c, *positions].
-            used: number of examples, the first ones, to return; all of them are normalised together.
-            rows: without meaning here.
-
-        Returns:
-            x̂ of the first ``used`` examples.
-        """
-        module = self.module
-        if module.training or module.running_mean is None or module.running_var is None:
-            statistics = getattr(module, "batch_statistics", None)  # of a normalisation across ranks
-        else:
-            statistics = (module.running_mean, module.running_var)
-        return math.normalised(x, module.eps, statistics)[:used]
-
-    def input_error(self, x: Tensor, used: int) -> float:  # noqa: ARG002
-        """Return 0: x̂ itself is exact."""
-        return 0.0
-
-    def sums(self, inputs: Tensor, g: Tensor, *, rows: bool) -> UnitSums:  # noqa: ARG002
-        """Statistics once the output gradient is known.
-
-        Args:
-            inputs: x̂ of the same call.
-            g: gradient of the loss with respect to the output, shape of ``inputs``.
-            rows: without meaning here.
-
-        Returns:
-            The unnormalised statistics of this call.
-        """
-        return UnitSums(math.unit_moment(inputs, g))
-
-    def join(self, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return tensors [c] and [c] as [c, 2]."""
-        assert bias is not None  # noqa: S101 (an affine batch normalisation has both)
-        return torch.stack([weight, bias], -1)
-
-    def split(self, matrix: Tensor) -> tuple[Tensor, ...]:
-        """Return the two columns: the inverse of :meth:`join`."""
-        return matrix[:, 0], matrix[:, 1]
+            return (rows.view(self.weight.shape),)
+        return rows[:, :-1].unflatten(1, self.weight.shape[1:]), rows[:, -1]
 
 
 Layer = KroneckerLayer | BatchNormLayer

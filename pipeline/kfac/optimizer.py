@@ -14,8 +14,9 @@ from torch.nn.utils import get_total_norm
 
 from ul2q.pipeline.errors import JobError, UsageError
 from ul2q.pipeline.kfac import record, schemes
+from ul2q.pipeline.kfac.batch_norm import BatchNormLayer
 from ul2q.pipeline.kfac.collector import Collector
-from ul2q.pipeline.kfac.layers import BatchNormLayer, KroneckerLayer, find_layers
+from ul2q.pipeline.kfac.layers import KroneckerLayer, find_layers
 from ul2q.pipeline.kfac.natural import NaturalGradient
 from ul2q.pipeline.kfac.options import Options, check_intervals, check_settings
 from ul2q.pipeline.kfac.running import RunningStatistics

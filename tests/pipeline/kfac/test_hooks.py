@@ -268,6 +268,26 @@ def test_batch_norm_blocks_equal_the_per_example_gradients() -> None:
         assert torch.allclose(sums.blocks, expected, rtol=1e-10, atol=1e-14)
 
 
+class Doubled(nn.BatchNorm1d):
+    """Normalises another tensor than its input."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name)
+        return super().forward(2 * input + 1)
+
+
+def test_batch_norm_blocks_are_of_the_input_whatever_torch_keeps() -> None:
+    x, target = torch.randn(2, 6, 3, dtype=torch.float64)
+    blocks = []
+    for kind in (nn.BatchNorm1d, Doubled):
+        module = kind(3, eps=1e-14).double()
+        recorder = _recorder(module)
+        F.mse_loss(module(x), target).backward()
+        sums = recorder.records[""].sums
+        assert isinstance(sums, UnitSums)
+        blocks.append(sums.blocks)
+    assert torch.allclose(*blocks, rtol=1e-9, atol=1e-14)
+
+
 def test_a_straight_through_parametrisation_is_looked_through() -> None:
     for module in (nn.Linear(3, 2), nn.Conv2d(1, 2, 3)):
         original = module.weight
