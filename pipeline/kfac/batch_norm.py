@@ -5,11 +5,9 @@ Shapes: ``n`` examples, ``c`` channels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from ul2q.pipeline.kfac import math
@@ -113,12 +111,8 @@ class BatchNormLayer:
         return UnitSums(math.unit_moment(x_hat, g))
 
     def joined(self) -> Tensor:
-        """Return an empty matrix for :meth:`join` [c, 2]."""
+        """Return an empty matrix for γ and β [c, 2]."""
         return self.weight.new_empty(len(self.weight), 2)
-
-    def join(self, gradients: Sequence[Tensor], out: Tensor) -> None:
-        """Write tensors [c] and [c] as [c, 2]."""
-        torch.stack(list(gradients), -1, out=out)
 
     def split(self, matrix: Tensor) -> tuple[Tensor, ...]:
         """Return the two columns."""

@@ -10,7 +10,7 @@ Shapes: ``c`` groups, ``m`` outputs and ``d`` inputs of a group (with the bias c
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,14 +151,9 @@ class KroneckerLayer:
         return KroneckerSums(inputs, Moment(matrix=moment), r)
 
     def joined(self) -> Tensor:
-        """Return an empty matrix per group for :meth:`join` [c, m, d]."""
+        """Return an empty tensor for weight and bias as one matrix per group [c, m, d]."""
         d, m = self.dims
         return self.weight.new_empty(self.groups, m, d)
-
-    def join(self, gradients: Sequence[Tensor], out: Tensor) -> None:
-        """Write tensors of the shapes of ``parameters`` as one matrix per group [c, m, d]."""
-        for part, values in zip(self.split(out), gradients, strict=True):
-            part.copy_(values)
 
     def split(self, matrix: Tensor) -> tuple[Tensor, ...]:
         """Return a view of a contiguous [c, m, d] for every one of ``parameters``."""

@@ -53,7 +53,8 @@ class NaturalGradient:
         self.uncovered = dict(uncovered)
         for name, reason in uncovered.items():
             logger.info("K-FAC leaves %s to the plain gradient: %s", name, reason)
-        self._joined: dict[str, Tensor] = {}  # gradients as matrices; kept, as new memory takes time
+        # Gradients as matrices: kept, as new memory takes time.
+        self._joined: dict[str, tuple[Tensor, tuple[Tensor, ...]]] = {}
         self._spare: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         keep = options.adaptive is not None
         diagonal = options.batch_norm == "diagonal"
@@ -146,19 +147,15 @@ class NaturalGradient:
         directions: dict[Tensor, Tensor] = {}
         inner = 0.0
         for name, curvature in self.curvature.items():
-            layer = self._layers[name]
             gradients = [g for g in parts[name].gradients if g is not None]
-            if not curvature.ready or len(gradients) < len(layer.parameters):
+            if not curvature.ready or len(gradients) < len(self._layers[name].parameters):
                 continue
-            if name not in self._joined:
-                self._joined[name] = layer.joined()
-            v = self._joined[name]
-            layer.join(gradients, v)
+            v, views = self._matrix(name)
+            torch._foreach_copy_(views, gradients)
             curvature.precondition_(v, self._spare_like(v))
-            natural = layer.split(v)
             if kl_clip is not None:
-                inner += sum(float((d * g).sum()) for d, g in zip(natural, gradients, strict=True))
-            directions |= dict(zip(layer.parameters, natural, strict=True))
+                inner += sum(float((d * g).sum()) for d, g in zip(views, gradients, strict=True))
+            directions |= dict(zip(self._layers[name].parameters, views, strict=True))
         if kl_clip is None:
             return directions
         (inner,) = self._total([inner])
@@ -167,6 +164,13 @@ class NaturalGradient:
             for direction in directions.values():
                 direction.mul_(nu)
         return directions
+
+    def _matrix(self, name: str) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the matrix of a layer's gradients, and the views of it that belong to its parameters."""
+        if name not in self._joined:
+            v = self._layers[name].joined()
+            self._joined[name] = v, self._layers[name].split(v)
+        return self._joined[name]
 
     def _spare_like(self, v: Tensor) -> Tensor:
         """Return a tensor like ``v`` with any values, the same memory at every call."""

@@ -272,26 +272,32 @@ class KFAC(torch.optim.Optimizer):
             if g is not None
         }
         for group in self.param_groups:
-            for p in group["params"]:
-                if p in gradients:
-                    self._move(p, directions.get(p, gradients[p]), group)
+            moved = [p for p in group["params"] if p in gradients]
+            self._move(moved, [directions.get(p, gradients[p]) for p in moved], group)
         if self.options.rescale_weights:
             for unit in self._collector.own:
                 if isinstance(unit.layer, KroneckerLayer) and unit.layer.weight in gradients:
                     unit.layer.weight.copy_(schemes.rescaled(unit.layer.weight))
 
-    def _move(self, p: Tensor, direction: Tensor, group: dict[str, Any]) -> None:
-        target, lr = p, group["lr"]
+    def _move(self, parameters: list[Tensor], directions: list[Tensor], group: dict[str, Any]) -> None:
+        """Move parameters of one group, all of them with every operation."""
+        if not parameters:
+            return
+        targets, lr = parameters, group["lr"]
         if group["momentum"] != 0:
-            state = self.state[p]
-            if "velocity" not in state:
-                state["velocity"] = torch.zeros_like(p)
-            target = state["velocity"].mul_(group["momentum"])
+            targets = [self._velocity(p) for p in parameters]
+            torch._foreach_mul_(targets, group["momentum"])
         if group["weight_decay"]:
-            target.add_(p, alpha=-lr * group["weight_decay"])
-        target.add_(direction, alpha=-lr)
-        if target is not p:
-            p.add_(target)
+            torch._foreach_add_(targets, parameters, alpha=-lr * group["weight_decay"])
+        torch._foreach_add_(targets, directions, alpha=-lr)
+        if targets is not parameters:
+            torch._foreach_add_(parameters, targets)
+
+    def _velocity(self, p: Tensor) -> Tensor:
+        state = self.state[p]
+        if "velocity" not in state:
+            state["velocity"] = torch.zeros_like(p)
+        return state["velocity"]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused once the optimiser exists: its parameters are those of its model.
