@@ -108,7 +108,7 @@ class BatchNormLayer:
             The unnormalised statistics of this call.
         """
         x_hat = inputs.normalised(len(g)) if isinstance(inputs, _Kept) else inputs
-        return UnitSums(math.unit_moment(x_hat, g))
+        return UnitSums(math.unit_moment_(x_hat, g))
 
     def joined(self) -> Tensor:
         """Return an empty matrix for γ and β [c, 2]."""

@@ -176,7 +176,12 @@ def output_moment(g: Tensor, groups: int = 1) -> Tensor:
     Returns:
         Σ g gᵀ of every group [c, m, m].
     """
-    rows = g.transpose(0, 1).reshape(groups, g.shape[1] // groups, -1)
+    n, m = g.shape[0], g.shape[1] // groups
+    positions = g.numel() // (n * g.shape[1])
+    if positions >= 4 * m:  # products of single examples are less to write than a transposed copy
+        rows = g.reshape(n * groups, m, positions)
+        return (rows @ rows.mT).view(n, groups, m, m).sum(0)
+    rows = g.transpose(0, 1).reshape(groups, m, -1)
     return rows @ rows.mT
 
 
@@ -346,20 +351,19 @@ def normalised(x: Tensor, eps: float, stats: tuple[Tensor, Tensor] | None = None
     return F.batch_norm(x, *stats, training=False, eps=eps)
 
 
-def unit_moment(x_hat: Tensor, g: Tensor) -> Tensor:
+def unit_moment_(x_hat: Tensor, g: Tensor) -> Tensor:
     """Second moments of the per-example gradients (∂γ, ∂β) of every channel of a batch normalisation.
 
     Args:
-        x_hat: normalised inputs [n, c, *positions].
+        x_hat: normalised inputs [n, c, *positions], overwritten.
         g: output gradients, shape of ``x_hat``.
 
     Returns:
         Σ over examples of [∂γ², ∂γ∂β; ∂γ∂β, ∂β²] [c, 2, 2].
     """
-    n, c = g.shape[:2]
-    flat = g.reshape(n, c, -1)
-    both = torch.stack([(flat * x_hat.reshape(n, c, -1)).sum(-1), flat.sum(-1)], -1)
-    return torch.einsum("nci,ncj->cij", both, both)
+    both = torch.stack([one.flatten(2).sum(-1) if one.dim() > 2 else one for one in (x_hat.mul_(g), g)])
+    rows = both.permute(2, 0, 1)  # [c, 2, n]
+    return rows @ rows.mT
 
 
 def unit_inverse(blocks: Tensor, damping: float) -> Tensor:

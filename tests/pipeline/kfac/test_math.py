@@ -99,13 +99,14 @@ def test_woodbury_equals_the_dense_inverse(damping: float) -> None:
     assert torch.allclose(found[0].left(w.clone(), w)[0], dense @ w, rtol=1e-9, atol=1e-12 / damping)
 
 
-def test_output_moment_of_groups() -> None:
-    g = torch.randn(2, 6, 3, 2, dtype=torch.float64)
+@pytest.mark.parametrize("size", [(3, 2), (3, 4)])  # few positions, and more than four an output
+def test_output_moment_of_groups(size: tuple[int, int]) -> None:
+    g = torch.randn(2, 6, *size, dtype=torch.float64)
     expected = torch.zeros(3, 2, 2, dtype=torch.float64)
     for n in range(2):
         for group in range(3):
-            for i in range(3):
-                for j in range(2):
+            for i in range(size[0]):
+                for j in range(size[1]):
                     vector = g[n, 2 * group : 2 * group + 2, i, j]
                     expected[group] += torch.outer(vector, vector)
     assert torch.allclose(math.output_moment(g, 3), expected, rtol=1e-13)
