@@ -6,8 +6,10 @@
 
 ``steps`` compares with the best public PyTorch implementation on a machine of the same class (KAISA, 2-core
 CPU); figures above 1 are times SGD. With ``--threads 1`` it counts processor time, which other work on the
-machine disturbs less. ``wire`` reads the loopback interface's counters, in a network namespace
-of its own where ``unshare`` may make one.
+machine disturbs less. With more threads, ``--main-thread`` counts that of the main one, which does its share
+of all that is shared out and the whole of the rest: what the clock would say on an idle machine, as long as
+threads that wait use no time (``OMP_WAIT_POLICY=passive``). ``wire`` reads the loopback interface's counters,
+in a network namespace of its own where ``unshare`` may make one.
 """
 
 from __future__ import annotations
@@ -42,8 +44,14 @@ from ul2q.pipeline.kfac.layers import KroneckerLayer, find_layers
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
+#: count the main thread's processor time, however many threads there are
+_main_thread = False
+
+
 def _now() -> float:
     """Return the processor's time where there is one thread, else the clock's."""
+    if _main_thread:
+        return time.thread_time()
     return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
 
@@ -323,7 +331,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--threads", type=int, help="of torch; curve counts the time of one and takes 1")
+    parser.add_argument(
+        "--main-thread", action="store_true", help="count the main thread's processor time (see above)"
+    )
     options = parser.parse_args()
+    global _main_thread
+    _main_thread = options.main_thread
     if options.threads or options.part == "curve":
         torch.set_num_threads(options.threads or 1)
     console = Console(width=140)
