@@ -8,9 +8,13 @@ paper's size, bits times weights, is that of the file. Samples are varied during
     python benchmarks/table4.py                                            all three on 5,000 digits
     python benchmarks/table4.py --archs cifarnet vgg_like --data cifar-10-batches-py
     python benchmarks/table4.py --archs lenet5 --epochs 3 --finetune-epochs 1
+    python benchmarks/table4.py --archs cifarnet --epochs 30 --lr 0.01
+
+The schedules are for 50,000 samples and more. Of fewer samples an epoch has fewer steps: CifarNet's learning
+rate of 0.0001 is then too low to get anywhere.
 
 Finished cells and networks stay in ``--folder``: the same command goes on where it was stopped, within a
-network after its last whole epoch.
+network or a cell after its last whole epoch.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ from ul2q.pipeline.data import load_data
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.files import write_bytes
 from ul2q.pipeline.progress import Progress
+from ul2q.pipeline.resume import unfinished_path
 from ul2q.pipeline.train import partial_path, train
 
 RECIPES = {"lenet5": "ul2q-lenet5", "cifarnet": "ul2q-cifarnet", "vgg_like": "ul2q-vgg"}
@@ -44,6 +49,7 @@ class Plan:
     Attributes:
         data: the data source.
         epochs: of training; None takes those of the recipe.
+        lr: learning rate at the start of training; None takes the recipe's.
         finetune_epochs: of every compression; None takes the default of its width.
         augment: vary the training samples.
         seed: of everything random.
@@ -51,6 +57,7 @@ class Plan:
 
     data: str
     epochs: int | None
+    lr: float | None
     finetune_epochs: int | None
     augment: bool
     seed: int
@@ -91,6 +98,7 @@ def trained(arch: str, plan: Plan, folder: Path, progress: Progress) -> Path:
             optimizer="sgd",
             recipe=RECIPES[arch],
             epochs=plan.epochs,
+            lr=plan.lr,
             augment=plan.augment,
             seed=plan.seed,
         )
@@ -106,7 +114,10 @@ def cell(model: Path, wbits: int, abits: int, plan: Plan, progress: Progress) ->
     """
     config = QuantConfig(wbits=wbits, abits=abits, epochs=plan.finetune_epochs, seed=plan.seed)
     output = model.with_name(f"{model.stem}-w{wbits}a{abits}")
-    report = compress_file(model, config, output=output, overwrite=True, progress=progress).report
+    begun = unfinished_path(output).exists()
+    report = compress_file(
+        model, config, output=output, overwrite=True, resume=begun, progress=progress
+    ).report
     return {
         "float": report["accuracy"]["float"],
         "top1": report["accuracy"]["onnxruntime"],
@@ -141,13 +152,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--wbits", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--abits", type=int, nargs="+", choices=(8, 32), default=[32, 8])
     parser.add_argument("--epochs", type=int, help="of training (those of the recipe, steps and all)")
+    parser.add_argument("--lr", type=float, help="learning rate at the start (that of the recipe)")
     parser.add_argument("--finetune-epochs", type=int, help="of each compression (5 up to 4 bits, else 0)")
     parser.add_argument("--augment", action="store_true", help="vary digits, too")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=Path("build/table4"))
     options = parser.parse_args(arguments)
     varied = options.augment or not written_characters(options.data)
-    plan = Plan(options.data, options.epochs, options.finetune_epochs, varied, options.seed)
+    plan = Plan(options.data, options.epochs, options.lr, options.finetune_epochs, varied, options.seed)
     folder, progress = options.folder, Progress()
     folder.mkdir(parents=True, exist_ok=True)
     results = Results(folder / "table4.json", plan)

@@ -92,8 +92,8 @@ def test_it_goes_on_where_it_was_stopped(
 
 
 def test_results_of_another_plan_are_not_mixed_in(table4: ModuleType, tmp_path: Path) -> None:
-    plan = table4.Plan("digits", None, None, False, 0)
+    plan = table4.Plan("digits", None, None, None, False, 0)
     table4.Results(tmp_path / "kept.json", plan).get("a", lambda: {"float": 1.0})
     assert table4.Results(tmp_path / "kept.json", plan).get("a", dict) == {"float": 1.0}
     with pytest.raises(UsageError, match="has results of another plan"):
-        table4.Results(tmp_path / "kept.json", table4.Plan("digits", 3, None, False, 0))
+        table4.Results(tmp_path / "kept.json", table4.Plan("digits", 3, None, None, False, 0))
