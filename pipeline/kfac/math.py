@@ -321,8 +321,7 @@ def invert(moment: Moment, damping: Tensor) -> tuple[Inverse, Tensor] | None:
 def precondition_(v: Tensor, a_inverse: Inverse, g_inverse: Inverse, spare: Tensor) -> None:
     """Put G^-1 V A^-1, equation (8) of [K], in place of V.
 
-    All large results go where there is memory already: handing out new memory on every step would take as
-    long as some of the products.
+    All large results go where there is memory already: new memory on every step takes the system time.
 
     Args:
         v: gradient of the weight, with the bias as last column [c, m, d], contiguous.
