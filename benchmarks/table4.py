@@ -50,7 +50,7 @@ class Plan:
         data: the data source.
         epochs: of training; None takes those of the recipe.
         lr: learning rate at the start of training; None takes the recipe's.
-        finetune_epochs: of every compression; None takes the default of its width.
+        finetune_epochs: of compressions up to 4 bits, None takes the default; above there are none.
         augment: vary the training samples.
         seed: of everything random.
     """
@@ -112,7 +112,8 @@ def cell(model: Path, wbits: int, abits: int, plan: Plan, progress: Progress) ->
     Returns:
         Accuracies of the float network and of the file in ONNX Runtime, and sizes.
     """
-    config = QuantConfig(wbits=wbits, abits=abits, epochs=plan.finetune_epochs, seed=plan.seed)
+    epochs = plan.finetune_epochs if wbits <= 4 else 0  # tuning harms what 8 bits leave as it was
+    config = QuantConfig(wbits=wbits, abits=abits, epochs=epochs, seed=plan.seed)
     output = model.with_name(f"{model.stem}-w{wbits}a{abits}")
     begun = unfinished_path(output).exists()
     report = compress_file(
@@ -153,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--abits", type=int, nargs="+", choices=(8, 32), default=[32, 8])
     parser.add_argument("--epochs", type=int, help="of training (those of the recipe, steps and all)")
     parser.add_argument("--lr", type=float, help="learning rate at the start (that of the recipe)")
-    parser.add_argument("--finetune-epochs", type=int, help="of each compression (5 up to 4 bits, else 0)")
+    parser.add_argument("--finetune-epochs", type=int, help="of compressions up to 4 bits (5)")
     parser.add_argument("--augment", action="store_true", help="vary digits, too")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=Path("build/table4"))
