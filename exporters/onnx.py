@@ -163,8 +163,22 @@ def _is_wide(weight: LoweredWeight) -> bool:
     return bool(np.abs(weight.stored.astype(np.int16)).max() > SATURATION_FREE)
 
 
-def export_float(captured: Captured, example: Sequence[Tensor], opset: int = 21) -> ExportedModel:
+def export_float(
+    captured: Captured,
+    example: Sequence[Tensor],
+    opset: int = 21,
+    metadata: Mapping[str, str] | None = None,
+) -> ExportedModel:
     """Return the captured network as it is, in float.
+
+    Args:
+        captured: the network.
+        example: inputs, a few samples each.
+        opset: ONNX opset of the file.
+        metadata: metadata_props.
+
+    Returns:
+        The model.
 
     Raises:
         UsageError: the opset is unknown.
@@ -172,6 +186,7 @@ def export_float(captured: Captured, example: Sequence[Tensor], opset: int = 21)
     model = _export(captured.module, example, opset)
     _drop_zero_biases(model)
     finish(model, captured.input_names, output_names(captured.module))
+    model.metadata_props.update(sorted((metadata or {}).items()))
     return ExportedModel(model, {}, {})
 
 

@@ -167,8 +167,9 @@ def _compress(work: Work) -> CompressedModel:
             lowered = lower(prepared)
         with work.stage("export"):
             example = work.example()
-            exported = export_lowered(lowered, example, config, _metadata(work))
-            exported_float = export_float(captured, example, config.opset)
+            metadata = _metadata(work)
+            exported = export_lowered(lowered, example, config, metadata)
+            exported_float = export_float(captured, example, config.opset, metadata)
     work.warnings += [*captured.notes, *measure.constant_channels(lowered.weights)]
     if config.quantizer == "twn":
         work.warnings.append("twn stores 2 bits a weight and uses three of their four levels")

@@ -54,6 +54,10 @@ def test_images_of_any_size_are_resized_where_they_are_used(cli: Any, tmp_path: 
     assert cli("evaluate", model, "--json").json()["top1"] == 1  # by what the checkpoint records
     assert "the model takes 1x6x6" in cli("evaluate", model, "--resize", 7, "--crop", 7).error()
     assert cli("evaluate", model, "--resize", 6, "--crop", 6, "--json").json()["top1"] == 1
+    assert cli("compress", model, "--wbits", 8, "--quiet", "-o", tmp_path / "small").code == 0
+    for name in ("model.onnx", "float.onnx"):  # both record it, too
+        found = cli("evaluate", tmp_path / "small" / name, "--data", photos, "--json")
+        assert found.json()["top1"] == 1
 
 
 def test_inspect_lists_the_layers(cli: Any, checkpoint: Path) -> None:
