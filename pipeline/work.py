@@ -87,6 +87,13 @@ class Work:
 
     def calibration(self) -> Iterator[tuple[Tensor, ...]]:
         """Yield the inputs of one pass over the calibration samples, shuffled by the seed."""
+        count = len(self.train)
+        with self.progress.bar("calibrate", min(self.config.samples or count, count)) as bar:
+            for inputs in self._calibration_inputs():
+                yield inputs
+                bar.advance(len(inputs[0]))
+
+    def _calibration_inputs(self) -> Iterator[tuple[Tensor, ...]]:
         left = self.config.samples or len(self.train)
         fitting = max(2, _CALIBRATION_ELEMENTS // math.prod(self.data.shape))
         size = min(self.config.batch_size, fitting)
@@ -103,7 +110,7 @@ class Work:
 
     def example(self) -> list[Tensor]:
         """Return inputs of one or two samples."""
-        return [x[:2] for x in next(self.calibration())]
+        return [x[:2] for x in next(self._calibration_inputs())]
 
     def settle_inputs(self) -> None:
         """Give the inputs the form that the network takes: images or sequences, float32 or whole numbers."""

@@ -6,8 +6,11 @@ import io
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+from torch import nn
 
+from ul2q import QuantConfig, compress
 from ul2q.pipeline.progress import Progress
 
 
@@ -48,6 +51,16 @@ def test_bars_within_bars_stay_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     with progress.bar("outer", 1), progress.bar("inner", 1) as bar:
         bar.advance()
     assert "inner" not in stream.getvalue()
+
+
+def test_calibration_has_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 4)).eval()
+    x = np.random.default_rng(0).random((20, 1, 8, 8), np.float32)
+    compress(model, x, QuantConfig(wbits=2, epochs=0), progress=Progress(stream=stream))
+    assert "calibrate" in stream.getvalue()
+    assert "20/20" in stream.getvalue()
 
 
 def test_quiet_says_nothing() -> None:
