@@ -243,7 +243,7 @@ def _cause(error: BaseException) -> str:
 def _layer_bytes(graph: ir.Graph, weights: Mapping[str, LoweredWeight]) -> dict[str, int]:
     """Return the bytes of each layer's own tensors; what layers share counts as overhead of the file."""
     sizes: dict[str, int] = {weight.layer: 0 for weight in weights.values()}
-    suffixes = (".weight", ".codes", ".offset", ".weight_scale", ".bias_scale", ".bias")
+    suffixes = (".weight", ".codes", ".offset", ".weight_scale", ".bias_scale", ".bias", ".zero_point")
     for name, value in graph.initializers.items():
         stem, _, kind = name.rpartition(".")
         if stem in weights and value.const_value is not None and f".{kind}".startswith(suffixes):

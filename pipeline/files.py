@@ -18,8 +18,12 @@ from pathlib import Path
 
 from ul2q.pipeline.errors import JobError, UsageError
 
-# Files of which every folder that this package writes has one: a folder without is somebody else's.
-_OWN = ("report.json", "config.json")
+# What a run may write into its folder, and what it always does: only such a folder may be replaced.
+_OWN = {
+    "model.onnx", "model.onnx.data", "float.onnx", "float.onnx.data", "model.keras", "checkpoint.pt",
+    "config.json", "report.json", "report.md", "report.html",
+}  # fmt: skip
+_ALWAYS = "report.json"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 _RENAME_SWAP = 2  # sys/stdio.h of macOS
@@ -62,13 +66,17 @@ def check_output_folder(path: Path, *, overwrite: bool) -> None:
     """Check, before any work is done, that the folder ``path`` can be written.
 
     Raises:
-        UsageError: see `check_output`, or it is a folder with files that no earlier run wrote.
+        UsageError: see `check_output`, or it is a file, or a folder with what no earlier run wrote.
     """
     check_output(path, overwrite=overwrite)
-    if path.is_dir() and any(path.iterdir()) and not any((path / name).exists() for name in _OWN):
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"{path} is a file, the output is a folder: give another output")
+    names = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
+    foreign = [name for name in names if name not in _OWN]
+    if foreign or (names and _ALWAYS not in names):
         raise UsageError(
-            f"{path} holds files that no earlier run wrote, which --overwrite would delete: "
-            "give another output"
+            f"{path} holds {(foreign or names)[0]}, which no earlier run wrote and --overwrite would delete: "
+            "move it, or give another output"
         )
 
 

@@ -159,17 +159,26 @@ def test_a_link_is_replaced_and_what_it_points_to_stays(tmp_path: Path) -> None:
     assert names(tmp_path / "runs") == ["old"]
 
 
-def test_a_folder_of_somebody_else_is_not_overwritten(tmp_path: Path) -> None:
+def test_only_a_folder_of_an_earlier_run_is_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "thesis"
     path.mkdir()
     check_output_folder(path, overwrite=True)
-    (path / "chapter1.tex").write_text("")
-    with pytest.raises(
-        UsageError, match="thesis holds files that no earlier run wrote, which --overwrite would delete"
-    ):
+    (path / "config.json").write_text("{}")  # many other tools write one
+    with pytest.raises(UsageError, match=r"thesis holds config.json, which no earlier run wrote and --overw"):
         check_output_folder(path, overwrite=True)
     (path / "report.json").write_text("{}")
     check_output_folder(path, overwrite=True)
+    (path / "chapter1").mkdir()
+    with pytest.raises(UsageError, match=r"thesis holds chapter1, .* would delete: move it, or"):
+        check_output_folder(path, overwrite=True)
+
+
+def test_a_file_is_not_overwritten_by_a_folder(tmp_path: Path) -> None:
+    path = tmp_path / "data.npz"
+    path.write_text("samples")
+    with pytest.raises(UsageError, match=r"data\.npz is a file, the output is a folder: give another output"):
+        check_output_folder(path, overwrite=True)
+    assert path.read_text() == "samples"
 
 
 @pytest.mark.case("disk-full", outcome="refused")
