@@ -35,7 +35,7 @@ FORMAT = "ul2q.model/1"
 
 _SAFE_WAY = "save model.state_dict() or safetensors and name the network with --arch"
 _TRUST = "or give --trust-pickle if you trust where the file comes from"
-#: what reading a cut or altered file raises somewhere inside torch and pickle
+#: what reading a cut or altered file raises somewhere inside torch and pickle, and what users' code raises
 _DAMAGED = (
     RuntimeError, EOFError, struct.error, ValueError, LookupError, AttributeError, TypeError, OSError,
     AssertionError, ArithmeticError, MemoryError,
@@ -339,27 +339,43 @@ def build_network(arch: str, args: Mapping[str, Any]) -> nn.Module:
         The network, float32.
 
     Raises:
-        UsageError: unknown name, failed import, unsuitable arguments, or not a module.
+        UsageError: unknown name, failed import, unsuitable arguments, an error in the user's code, or not a
+            module.
     """
     if ":" not in arch:
         return models.build(arch, **args)
     module_name, _, attribute = arch.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)  # a console script does not see the user's own folder otherwise
+    _see_own_folder()
     try:
         factory = operator.attrgetter(attribute)(importlib.import_module(module_name))
     except (ImportError, AttributeError, ValueError) as error:
         raise UsageError(f"--arch {arch} cannot be imported: {error}") from error
+    except (*_DAMAGED, SyntaxError, NameError) as error:
+        raise UsageError(f"--arch {arch} cannot be imported: {_raised(error)}") from error
     try:
         model = factory(**args)
     except TypeError as error:
         raise UsageError(f"--arch {arch} does not take {dict(args)}: {error}") from error
+    except (*_DAMAGED, ImportError, NameError) as error:
+        raise UsageError(
+            f"--arch {arch} fails with {dict(args)}: {_raised(error)}: correct it, or give other --arch-args"
+        ) from error
     if not isinstance(model, nn.Module):
         raise UsageError(
             f"--arch {arch} gives a {type(model).__name__}: name a callable that returns an nn.Module"
         )
     return model.float()
+
+
+def _see_own_folder() -> None:
+    """Let the user's own modules be imported: a console script does not see the current folder by itself."""
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)
+
+
+def _raised(error: BaseException) -> str:
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+    return f"{type(error).__name__}: {first}"
 
 
 def save_checkpoint(

@@ -394,7 +394,11 @@ def test_own_network_by_module_and_callable(
         "class Nets:\n"
         "    def small(width=2):\n        return nn.Linear(width, 2)\n"
         "    def number():\n        return 3\n"
+        "    def broken(**_):\n        raise ValueError('no such\\nblock')\n"
+        "    def unfinished():\n        return nn.Linear(wide, 2)\n"
     )
+    (tmp_path / "own_cut_nets_of_this_test.py").write_text("def small(:\n")
+    (tmp_path / "own_bad_nets_of_this_test.py").write_text("1 / 0\n")
     name = "own_nets_of_this_test:Nets"
     model = nn.Linear(4, 2)
     torch.save(model.state_dict(), path)
@@ -405,6 +409,13 @@ def test_own_network_by_module_and_callable(
         build_network(f"{name}.small", {"depth": 4})
     with pytest.raises(UsageError, match="gives a int"):
         build_network(f"{name}.number", {})
+    with pytest.raises(UsageError, match=rf"^--arch {name}\.broken fails with .*: ValueError: no such: "):
+        build_network(f"{name}.broken", {"width": 4})
+    with pytest.raises(UsageError, match=r"unfinished fails with \{\}: NameError: name 'wide'"):
+        build_network(f"{name}.unfinished", {})
+    for kind, error in (("cut", "SyntaxError"), ("bad", "ZeroDivisionError: division by zero")):
+        with pytest.raises(UsageError, match=rf"own_{kind}_nets_of_this_test:f cannot be imported: {error}"):
+            build_network(f"own_{kind}_nets_of_this_test:f", {})
     for wrong in (f"{name}.large", "no_such_module_here:f", "own_nets_of_this_test:"):
         with pytest.raises(UsageError, match="cannot be imported"):
             build_network(wrong, {})
