@@ -312,6 +312,7 @@ def _read_program(path: Path, kind: Kind) -> nn.Module:
 
 
 def _read_trusted(path: Path) -> Any:
+    _see_own_folder()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

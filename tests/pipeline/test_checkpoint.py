@@ -263,6 +263,21 @@ def test_pickled_module_whose_class_is_missing(path: Path, tmp_path: Path) -> No
         load_checkpoint(path, trust_pickle=True)
 
 
+def test_pickled_module_whose_class_is_in_the_current_folder(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pickled_nets_of_this_test.py").write_text(
+        "import torch\nclass Net(torch.nn.Linear):\n    pass\n"
+    )
+    code = f"import torch, pickled_nets_of_this_test as m; torch.save(m.Net(2, 2), {str(path)!r})"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(UsageError, match="a class that cannot be imported"):
+        load_checkpoint(path, trust_pickle=True)
+    monkeypatch.chdir(tmp_path)
+    assert type(load_checkpoint(path, trust_pickle=True).model).__name__ == "Net"
+
+
 def test_a_file_of_ours_cannot_name_code_to_run(path: Path, tmp_path: Path) -> None:
     target = tmp_path / "ran"
     save_checkpoint(path, mlp(), arch="mlp", arch_args=ARGS)
