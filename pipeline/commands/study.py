@@ -29,10 +29,9 @@ def study(
 ) -> None:
     """Repeat a study of the paper on normal weights: a picture and its numbers."""
     progress = start(quiet, debug)
-    progress.line(f"study {name}")
     from ul2q.pipeline.study.files import write_study
 
-    paths = write_study(name, output, overwrite=overwrite)
+    paths = write_study(name, output, overwrite=overwrite, progress=progress)
     if as_json:
         print_json({"files": [str(path) for path in paths]})
     else:

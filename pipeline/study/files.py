@@ -18,6 +18,7 @@ from matplotlib.lines import Line2D
 
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.files import check_output, write_bytes
+from ul2q.pipeline.progress import Progress
 from ul2q.pipeline.study.losses import Loss, QuantizerStudy, StepStudy, quantizer_study, step_study
 
 _DOTS_PER_INCH: Final = 150
@@ -33,13 +34,16 @@ _STYLES: Final = {
 _LINES: Final = ("-", "--", "-.", ":")
 
 
-def write_study(name: str, folder: Path, *, overwrite: bool = False) -> list[Path]:
+def write_study(
+    name: str, folder: Path, *, overwrite: bool = False, progress: Progress | None = None
+) -> list[Path]:
     """Run a study and write ``<name>.png``, ``<name>.csv`` and ``<name>.json``.
 
     Args:
         name: one of `STUDIES`.
         folder: where to write; made if it does not exist.
         overwrite: replace files that exist.
+        progress: where to report.
 
     Returns:
         The files.
@@ -57,6 +61,8 @@ def write_study(name: str, folder: Path, *, overwrite: bool = False) -> list[Pat
     paths = [folder / f"{name}.{kind}" for kind in ("png", "csv", "json")]
     for path in paths:
         check_output(path, overwrite=overwrite)
+    if progress is not None:
+        progress.line(f"study {name}")
     for path, content in zip(paths, STUDIES[name](), strict=True):
         write_bytes(path, content)
     return paths

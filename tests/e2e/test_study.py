@@ -14,5 +14,5 @@ def test_files_are_named_and_written(cli: Any, tmp_path: Path, monkeypatch: pyte
         "files": ["study/lambda.png", "study/lambda.csv", "study/lambda.json"]
     }
     assert (tmp_path / "study" / "lambda.png").read_bytes().startswith(b"\x89PNG")
-    assert "give --overwrite" in cli("study", "lambda", "--quiet").error()
-    assert "no study 'beta': use one of lambda, quantizers" in cli("study", "beta", "--quiet").error()
+    assert "give --overwrite" in cli("study", "lambda").error()
+    assert "no study 'beta': use one of lambda, quantizers" in cli("study", "beta").error()
