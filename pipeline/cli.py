@@ -20,6 +20,8 @@ from ul2q.pipeline.commands import compress, estimate, show, study, train, use
 from ul2q.pipeline.errors import JobError, UsageError, one_line
 
 DONE, FAILED, UNUSABLE, INTERRUPTED = 0, 1, 2, 130
+#: the commands that have --resume
+_RESUMING = ("train", "compress")
 
 app = typer.Typer(
     name="pipeline",
@@ -75,6 +77,7 @@ def execute(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 done, 1 the job failed, 2 wrong usage or unusable input, 130 interrupted.
     """
+    arguments = sys.argv[1:] if arguments is None else arguments
     command = typer.main.get_command(app)
     try:
         code = command.main(args=arguments, prog_name="pipeline", standalone_mode=False)
@@ -101,7 +104,8 @@ def execute(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         code = INTERRUPTED
     if code == INTERRUPTED:
-        _say("interrupted: earlier outputs are as they were")
+        resumes = arguments and arguments[0] in _RESUMING
+        _say("interrupted: earlier outputs are as they were" + ("; --resume goes on" if resumes else ""))
     return int(code or DONE)
 
 

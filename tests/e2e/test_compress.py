@@ -258,7 +258,7 @@ def test_an_interrupt_leaves_the_old_folder(own_checkpoint: Path) -> None:
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert out == ""
-    assert err.splitlines()[-1] == "interrupted: earlier outputs are as they were"
+    assert err.splitlines()[-1] == "interrupted: earlier outputs are as they were; --resume goes on"
     assert "Traceback" not in err
     assert {path.name for path in own_checkpoint.parent.iterdir()} == {"model.pt", "out", ".out.unfinished"}
     assert (folder / "report.json").read_text() == "precious"

@@ -191,6 +191,18 @@ def test_doctor_tells_what_a_bug_report_needs(cli: Any) -> None:
     assert str(Path.home()) not in out
 
 
+def test_an_interrupt_promises_no_resume_where_there_is_none(
+    cli: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ul2q.pipeline.doctor.diagnose", interrupted)
+    done = cli("doctor")
+    assert (done.code, done.out) == (130, "")
+    assert done.err == "interrupted: earlier outputs are as they were\n"
+
+
 def test_cpu_features_are_read_from_what_linux_tells(tmp_path: Path) -> None:
     info = tmp_path / "cpuinfo"
     info.write_text("processor\t: 0\nmodel name\t: Some CPU @ 2 GHz\nflags\t\t: fpu avx2 avx512_vnni sse\n")

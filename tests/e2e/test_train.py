@@ -171,7 +171,7 @@ def test_an_interrupt_leaves_the_old_file_and_can_be_resumed(tmp_path: Path) -> 
     assert process.returncode == 130
     assert out == ""
     assert [line for line in err.splitlines() if not line.startswith("epoch")] == [
-        "interrupted: earlier outputs are as they were"
+        "interrupted: earlier outputs are as they were; --resume goes on"
     ]
     assert path.read_bytes() == b"precious"
     assert {file.name for file in tmp_path.iterdir()} == {"model.pt", "model.unfinished.pt"}
