@@ -237,9 +237,12 @@ def _warnings(report: Report) -> list[str]:
             f"{size['float_onnx_bytes']:,} bytes): the network is too small for what the format adds"
         )
     if latency["ratio"] is not None and latency["ratio"] > 1:
+        why = "its layers are too small, or of a kind without fast integer kernels"
+        if report["config"].get("abits") == 32:
+            why = "with float activations there are no integer kernels, --abits 8 has them"
         found.append(
             f"the quantised model is slower than the float one ({latency['quantized']:.3f} against "
-            f"{latency['float']:.3f} ms): its layers are too small, or of a kind without fast integer kernels"
+            f"{latency['float']:.3f} ms): {why}"
         )
     before = accuracy["float"]
     after = next((accuracy[key] for key in ("onnxruntime", "quantized") if accuracy[key] is not None), None)

@@ -178,6 +178,18 @@ def test_warnings_say_what_became_worse() -> None:
     assert complete(report)["warnings"] == report["warnings"]  # rendering again adds nothing
 
 
+@pytest.mark.parametrize(
+    ("abits", "why"),
+    [(8, "its layers are too small"), (32, "with float activations there are no integer kernels")],
+)
+def test_why_a_model_is_slower_depends_on_its_activations(abits: int, why: str) -> None:
+    values = measured()
+    values["latency_ms"]["quantized"] = 0.3
+    values["config"]["abits"] = abits
+    (slower,) = complete(values)["warnings"]
+    assert why in slower
+
+
 def test_markdown_shows_every_layer_and_escapes_its_cells() -> None:
     page = render.markdown(complete(measured()))
     assert page.startswith("# lenet5: 2-bit weights, 8-bit activations\n")
