@@ -155,8 +155,7 @@ def _compress(work: Work) -> CompressedModel:
         torch.manual_seed(config.seed)
         with work.stage("capture"):
             captured = _capture(work)
-        work.task = task_for(work.data, captured.module)
-        _check_labels(work, captured)
+        _settle_task(work, captured)
         with work.stage("prepare"):
             prepared = prepare(captured, config)
         with work.stage("calibrate"):
@@ -183,12 +182,13 @@ def _capture(work: Work) -> Captured:
     return capture(work.model, work.example(), own_tensors=False)
 
 
-def _check_labels(work: Work, captured: Captured) -> None:
-    """Refuse labels and masks for which the network has no output.
+def _settle_task(work: Work, captured: Captured) -> None:
+    """Find what the network is for, and refuse labels and masks for which it has no output.
 
     Raises:
         UsageError: there are such labels or masks.
     """
+    work.task = task_for(work.data, captured.module)
     classes = work.data.num_classes
     if work.loss is not default_loss or not work.data.labelled:
         return
@@ -364,6 +364,7 @@ def _check_targets(to: Sequence[str], names: Sequence[str]) -> None:
 def _plan(work: Work) -> dict[str, Any]:
     """Return the report of a dry run: what would be quantised."""
     captured = _capture(work)
+    _settle_task(work, captured)
     prepared = prepare(captured, work.config)
     values = {
         "ul2q": __version__,

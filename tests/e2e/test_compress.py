@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from ul2q import models
 from ul2q.pipeline.cli import execute
 from ul2q.pipeline.lock import claimed
 from ul2q.pipeline.report.schema import complete
@@ -138,6 +139,16 @@ def test_a_dry_run_writes_nothing(cli: Any, own_checkpoint: Path) -> None:
     assert done.code == 0, done.err
     assert "fc1" in done.out
     assert list(own_checkpoint.parent.iterdir()) == [own_checkpoint]
+
+
+def test_a_dry_run_refuses_labels_without_an_output(cli: Any, tmp_path: Path) -> None:
+    torch.save(models.build("mlp", input_size=(8, 8)).state_dict(), tmp_path / "bare.pt")
+    x = np.random.default_rng(0).random((40, 1, 8, 8), np.float32)
+    np.savez(tmp_path / "data.npz", x=x, y=np.arange(40) % 10 + 90)
+    bare = ("compress", tmp_path / "bare.pt", "--arch", "mlp", "--arch-args", '{"input_size": [8, 8]}')
+    for dry in ((), ("--dry-run",)):
+        done = cli(*bare, *QUICK, "--quiet", "--data", tmp_path / "data.npz", *dry)
+        assert "the labels go up to 99, the network has 10 outputs" in done.error()
 
 
 @pytest.mark.parametrize(
