@@ -183,7 +183,7 @@ def run_file(
         The model's first output [N, ...].
 
     Raises:
-        UsageError: model or inputs cannot be used, or do not fit each other.
+        UsageError: model or inputs cannot be used, such as inputs with NaN, or do not fit each other.
     """
     live = runtime.session(model, low_memory=low_memory)
     step = 1 if low_memory else _BATCH
@@ -197,7 +197,7 @@ def _named_inputs(path: Path, live: Any) -> dict[str, Array]:
     """Return the arrays of an .npz file by the names of the model's inputs.
 
     Raises:
-        UsageError: it lacks one.
+        UsageError: it lacks one, or holds values that are not finite.
     """
     from ul2q.pipeline.data.arrays import npz_arrays
 
@@ -205,7 +205,10 @@ def _named_inputs(path: Path, live: Any) -> dict[str, Array]:
     arrays = npz_arrays(path)
     for choice in (names, [f"x{i + 1}" for i in range(len(names))]):
         if all(name in arrays for name in choice):
-            return {name: arrays[given] for name, given in zip(names, choice, strict=True)}
+            return {
+                name: _finite(arrays[given], f"{given} in {path}")
+                for name, given in zip(names, choice, strict=True)
+            }
     raise UsageError(f"{path} holds {', '.join(arrays) or 'nothing'}: the model takes {', '.join(names)}")
 
 
@@ -231,7 +234,7 @@ def _read_inputs(
         raise UsageError(f"{inputs} does not exist: give a .npy file, an image or a folder of images")
     raw = read_array(inputs) if inputs.suffix == ".npy" else None
     if raw is not None and raw.dtype != np.uint8:
-        return np.asarray(raw)
+        return _finite(np.asarray(raw), str(inputs))
     from ul2q.pipeline.data import ImageDataset, Preprocess
     from ul2q.pipeline.data.images import SUFFIXES
     from ul2q.pipeline.data.load import array_dataset
@@ -250,6 +253,19 @@ def _read_inputs(
             raise UsageError(f"{model} takes {shape}, which no image fits: give a .npy file")
         dataset = ImageDataset(paths, preprocess.resolve(np.dtype(np.uint8), 0, 255, str(inputs)), shape)
     return dataset.fetch(np.arange(len(dataset)))[0].numpy()
+
+
+def _finite(x: Array, where: str) -> Array:
+    """Return ``x`` [N, ...].
+
+    Raises:
+        UsageError: some of its values are not finite.
+    """
+    if x.dtype.kind == "f" and x.size and not np.isfinite(x).all():
+        bad = (~np.isfinite(x.reshape(len(x), -1))).sum(1)
+        i = int((bad > 0).argmax())
+        raise UsageError(f"{where}: sample {i} holds {bad[i]} values that are NaN or infinite: correct it")
+    return x
 
 
 def save_array(path: Path, values: Array) -> None:

@@ -86,6 +86,10 @@ def test_unusable_inputs_are_named(cli: Any, onnx_file: Path, tmp_path: Path) ->
     np.save(tmp_path / "flat.npy", np.zeros((3, 64), np.float32))
     np.save(tmp_path / "objects.npy", np.array([{}]), allow_pickle=True)
     np.save(tmp_path / "words.npy", np.array([["a"]]))
+    holes = np.zeros((3, 1, 8, 8), np.float32)
+    holes[1, 0, 2:4, 5] = np.nan, -np.inf
+    np.save(tmp_path / "holes.npy", holes)
+    np.savez(tmp_path / "holes.npz", input=holes)
     (tmp_path / "text.npy").write_text("no array")
     (tmp_path / "text.png").write_text("no image")
     (tmp_path / "empty").mkdir()
@@ -94,6 +98,9 @@ def test_unusable_inputs_are_named(cli: Any, onnx_file: Path, tmp_path: Path) ->
     assert "[3, 64], the model takes [N, 1, 8, 8]" in cli(*run, tmp_path / "flat.npy").error()
     for name in ("objects.npy", "text.npy"):
         assert f"{name} is no .npy array of numbers" in cli(*run, tmp_path / name).error()
+    for name in ("holes.npy", "holes.npz"):
+        said = cli(*run, tmp_path / name).error()
+        assert f"{name}: sample 1 holds 2 values that are NaN or infinite" in said
     assert "'input'" in cli(*run, tmp_path / "words.npy").error()
     assert "text.png cannot be read as an image" in cli(*run, tmp_path / "text.png").error()
     assert "holds no images" in cli(*run, tmp_path / "empty").error()
