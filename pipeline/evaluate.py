@@ -236,6 +236,7 @@ def _read_inputs(
     if raw is not None and raw.dtype != np.uint8:
         return _finite(np.asarray(raw), str(inputs))
     from ul2q.pipeline.data import ImageDataset, Preprocess
+    from ul2q.pipeline.data.datasets import image_header
     from ul2q.pipeline.data.images import SUFFIXES
     from ul2q.pipeline.data.load import array_dataset
     from ul2q.pipeline.data.sources import Arrays
@@ -251,6 +252,8 @@ def _read_inputs(
             raise UsageError(f"{inputs} holds no images ({', '.join(sorted(SUFFIXES))})")
         if shape is None or len(shape) != 3:
             raise UsageError(f"{model} takes {shape}, which no image fits: give a .npy file")
+        for path in paths:  # what is no image has no range of values either
+            image_header(path)
         dataset = ImageDataset(paths, preprocess.resolve(np.dtype(np.uint8), 0, 255, str(inputs)), shape)
     return dataset.fetch(np.arange(len(dataset)))[0].numpy()
 

@@ -111,6 +111,19 @@ def test_unusable_inputs_are_named(cli: Any, onnx_file: Path, tmp_path: Path) ->
     assert "is no folder" in cli(*run, tmp_path / "good.npy", "-o", tmp_path / "none" / "out.npy").error()
 
 
+def test_images_for_a_model_of_floats(cli: Any, onnx_file: Path, tmp_path: Path) -> None:
+    model = onnx.load(onnx_file)
+    helper.set_model_props(model, {"ul2q.preprocess": '{"scale": 1.0}'})
+    onnx.save(model, onnx_file)
+    (tmp_path / "text.png").write_text("no image")
+    Image.new("L", (8, 8)).save(tmp_path / "good.png")
+    run = ("run", onnx_file, "--input")
+    assert "text.png cannot be read as an image" in cli(*run, tmp_path / "text.png").error()
+    said = cli(*run, tmp_path / "good.png").error()
+    assert "the values are bytes up to 255, the model was trained on unscaled floats" in said
+    assert "compress it with --data of images or bytes, and the --mean and --std of its training" in said
+
+
 @pytest.mark.parametrize("command", [("run", "--input", "x.npy"), ("bench",), ("inspect",), ("evaluate",)])
 def test_unusable_models_are_named(
     cli: Any, tmp_path: Path, onnx_file: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
