@@ -16,6 +16,7 @@ from torch import nn
 
 from ul2q import models
 from ul2q.pipeline import accounting
+from ul2q.pipeline.checkpoint import build_network
 from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.graph.capture import capture
@@ -37,7 +38,7 @@ def estimate(
     """Count size, memory and arithmetic of a network at given widths.
 
     Args:
-        model: an architecture by name, or a model file.
+        model: an architecture by name or as ``package.module:callable``, or a model file.
         wbits: bits of a weight, 1 to 8, or 32.
         abits: bits of an activation, 1 to 8, or 32.
         input_shape: shape of one input; for an architecture it also says what to build.
@@ -88,6 +89,11 @@ def _network(
         UsageError: the shape is not known.
     """
     path = Path(model)
+    unshaped = UsageError(f"{model} does not say the shape of its input: give --input-shape C,H,W")
+    if not path.exists() and ":" in model:
+        if input_shape is None:
+            raise unshaped
+        return build_network(model, arch_args or {}).eval(), input_shape
     if not path.exists() and not path.suffix:
         args = dict(arch_args or {})
         if input_shape is not None:
@@ -99,7 +105,7 @@ def _network(
     if shape is None and checkpoint.arch in models.names():
         shape = models.input_shape(checkpoint.arch, checkpoint.arch_args)
     if shape is None:
-        raise UsageError(f"{path} does not say the shape of its input: give --input-shape C,H,W")
+        raise unshaped
     return checkpoint.model, tuple(shape)
 
 

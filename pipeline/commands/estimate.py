@@ -24,7 +24,11 @@ from ul2q.pipeline.options import (
 def estimate(
     model: Annotated[
         str,
-        typer.Argument(metavar="ARCH|MODEL", help="A network by name, or a model file.", show_default=False),
+        typer.Argument(
+            metavar="ARCH|MODEL",
+            help="A network by name or as package.module:callable, or a model file.",
+            show_default=False,
+        ),
     ],
     wbits: Annotated[int, typer.Option(help="Bits of a weight: 1 to 8, or 32.")],
     abits: Annotated[int, typer.Option(help="Bits of an activation: 1 to 8, or 32.")],

@@ -54,11 +54,17 @@ def test_a_weight_file_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "planned peak" in capsys.readouterr().out
 
 
+def test_a_network_of_the_user_is_counted() -> None:
+    own = estimate("torch.nn:Linear", 2, 8, input_shape=(6,), arch_args={"in_features": 6, "out_features": 4})
+    assert own["parameters"] == 6 * 4 + 4
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["lenet5", "--wbits", "9", "--abits", "8"], "--wbits is 9: give 1 to 8, or 32"),
         (["lenet6", "--wbits", "2", "--abits", "8"], "did you mean lenet5"),
+        (["torch.nn:ReLU", "--wbits", "2", "--abits", "8"], "torch.nn:ReLU does not say the shape"),
         (["none.pt", "--wbits", "2", "--abits", "8"], "none.pt does not exist"),
     ],
 )
