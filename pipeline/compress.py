@@ -20,7 +20,7 @@ from ul2q.pipeline import measure, mirror
 from ul2q.pipeline.calibrate import calibrate, fit_activations
 from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.data import Dataset, Inputs, as_splits, input_batches
-from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.errors import UsageError, quantity
 from ul2q.pipeline.files import check_output, check_output_folder, replacing_folder
 from ul2q.pipeline.finetune import Loss, default_loss, finetune, gentler
 from ul2q.pipeline.graph.capture import Captured, capture
@@ -201,7 +201,7 @@ def _settle_task(work: Work, captured: Captured) -> None:
         return
     if isinstance(outputs, Tensor) and outputs.ndim == 2 and outputs.shape[1] < classes:
         raise UsageError(
-            f"the labels go up to {classes - 1}, the network has {outputs.shape[1]} outputs: "
+            f"the labels go up to {classes - 1}, the network has {quantity(outputs.shape[1], 'output')}: "
             "count classes from 0, or take the data it was trained on"
         )
 

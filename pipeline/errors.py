@@ -15,6 +15,11 @@ def one_line(text: str) -> str:
     return "".join(shown)
 
 
+def quantity(count: int, name: str) -> str:
+    """Return ``count`` and what is counted, as in "1 step" and "2,000 steps"."""
+    return f"{count:,} {name}{'' if count == 1 else 's'}"
+
+
 class _OneLineError(Exception):
     """An exception whose message is one line."""
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.errors import UsageError, quantity
 from ul2q.pipeline.files import write_bytes
 from ul2q.pipeline.progress import Progress
 from ul2q.runtimes import onnxruntime as runtime
@@ -91,7 +91,7 @@ def evaluate_file(
     if test is None or not data_splits.labelled:
         raise UsageError(f"{spec} holds no labelled test samples: accuracy needs labels")
     if progress is not None:
-        progress.line(f"evaluating {model} on {len(test):,} test samples")
+        progress.line(f"evaluating {model} on {quantity(len(test), 'test sample')}")
     found = task_for(data_splits, predict).measure(predict, test)
     top1, top5 = (found.pop(name, None) for name in ("top1", "top5"))
     return {"samples": len(test), "top1": top1, "top5": top5, "metrics": found}
@@ -267,7 +267,9 @@ def _finite(x: Array, where: str) -> Array:
     if x.dtype.kind == "f" and x.size and not np.isfinite(x).all():
         bad = (~np.isfinite(x.reshape(len(x), -1))).sum(1)
         i = int((bad > 0).argmax())
-        raise UsageError(f"{where}: sample {i} holds {bad[i]} values that are NaN or infinite: correct it")
+        raise UsageError(
+            f"{where}: sample {i} holds {quantity(int(bad[i]), 'NaN or infinite value')}: correct it"
+        )
     return x
 
 

@@ -24,7 +24,7 @@ from ul2q import models
 from ul2q.pipeline.checkpoint import Checkpoint, load_checkpoint, load_encoder, save_checkpoint
 from ul2q.pipeline.config import TrainConfig
 from ul2q.pipeline.data import Dataset, DataSplits, batches, load_data
-from ul2q.pipeline.errors import JobError, UsageError
+from ul2q.pipeline.errors import JobError, UsageError, quantity
 from ul2q.pipeline.files import check_output
 from ul2q.pipeline.kfac import KFAC, collect_factors, convert_sync_batch_norm
 from ul2q.pipeline.lock import claimed
@@ -378,7 +378,7 @@ def _epoch(run: _Run, progress: Progress) -> None:
     run.metrics["skipped"] = updater.skipped
     if isinstance(run.optimizer, KFAC):
         run.metrics["refreshes"] = updater.refreshes
-        text += f"  {refreshes} refreshes in {stream.steps} steps"
+        text += f"  {refreshes} refresh{'' if refreshes == 1 else 'es'} in {quantity(stream.steps, 'step')}"
     if skipped:
         text += f"  {skipped} skipped"
     progress.line(f"{text}  {time.monotonic() - started:.1f} s")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ul2q.pipeline.errors import JobError, UsageError
+from ul2q.pipeline.errors import JobError, UsageError, quantity
 from ul2q.pipeline.graph.lower import Lowered
 from ul2q.runtimes import onnxruntime as runtime
 
@@ -203,7 +203,8 @@ def _judge(path: Path, parity: Parity, lowered: Lowered) -> None:
     if parity.first_steps > allowed:
         raise JobError(
             f"{path.name} does not reproduce the network: {parity.differing_codes} codes differ in this ONNX "
-            f"Runtime, first at {parity.first_layer} by {parity.first_steps} steps ({allowed} allowed)"
+            f"Runtime, first at {parity.first_layer} by {quantity(parity.first_steps, 'step')} "
+            f"({allowed} allowed)"
         )
     tolerance = _FLOAT_TOLERANCE if lowered.float_operators else 0.0
     if parity.first_layer is None and parity.relative > tolerance:

@@ -13,6 +13,7 @@ from ul2q import __version__
 from ul2q.pipeline import measure, mirror
 from ul2q.pipeline.checkpoint import save_checkpoint, to_bytes
 from ul2q.pipeline.data import Dataset, input_batches
+from ul2q.pipeline.errors import quantity
 from ul2q.pipeline.files import write_bytes
 from ul2q.pipeline.graph.folding import float_state_dict
 from ul2q.pipeline.graph.lower import Lowered
@@ -57,8 +58,8 @@ def write(compressed: CompressedModel, folder: Path, with_keras: bool) -> dict[s
         inputs = _first_samples(work.data.test or work.train, _VERIFIED_SAMPLES)
         parity, _ = verify(files.quantized, lowered, compressed.exported.code_tensors, inputs)
         work.progress.line(
-            f"verified {parity.sites} activation sites on {parity.samples} samples: "
-            f"{parity.differing_codes} differing codes"
+            f"verified {quantity(parity.sites, 'activation site')} on {quantity(parity.samples, 'sample')}: "
+            f"{quantity(parity.differing_codes, 'differing code')}"
         )
         twin, keras_parity = _write_keras(compressed, folder, inputs) if with_keras else (None, None)
     with work.stage("report"):

@@ -20,7 +20,7 @@ import onnx
 import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as state
 
-from ul2q.pipeline.errors import JobError, UsageError
+from ul2q.pipeline.errors import JobError, UsageError, quantity
 from ul2q.runtimes.cpu import kernels_saturate
 from ul2q.runtimes.inputs import Array, checked_feeds, example_input
 from ul2q.runtimes.inputs import numpy_type as numpy_type
@@ -147,7 +147,9 @@ def run(
     samples = len(next(iter(feeds.values())))
     fixed = next((spec.shape[0] for spec in live.get_inputs() if isinstance(spec.shape[0], int)), None)
     if fixed and samples % fixed:
-        raise UsageError(f"the model takes exactly {fixed} samples at a time, given are {samples}")
+        raise UsageError(
+            f"the model takes exactly {quantity(fixed, 'sample')} at a time, given are {samples}"
+        )
     step = fixed or batch
     names = [output.name for output in live.get_outputs()]
     parts: list[list[Array]] = []

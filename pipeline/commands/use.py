@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ul2q.pipeline.errors import quantity
 from ul2q.pipeline.options import (
     Arch,
     ArchArgs,
@@ -58,7 +59,7 @@ def evaluate(
         return
     shares = [f"{name} {100 * result[name]:.2f} %" for name in ("top1", "top5") if result[name] is not None]
     errors = [f"{name} {value:.4f}" for name, value in result["metrics"].items()]
-    typer.echo(f"{', '.join(shares + errors)} on {result['samples']:,} test samples")
+    typer.echo(f"{', '.join(shares + errors)} on {quantity(result['samples'], 'test sample')}")
 
 
 def run(

@@ -11,7 +11,7 @@ import torch
 from ul2q.pipeline.data.augment import AUGMENTATIONS, COLUMNS
 from ul2q.pipeline.data.counter import permutation, uniforms
 from ul2q.pipeline.data.datasets import Batch, Dataset, Inputs
-from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.errors import UsageError, quantity
 
 
 class Order(TypedDict, total=False):
@@ -136,4 +136,6 @@ def _check_finite(x: torch.Tensor, rows: np.ndarray, dataset: Dataset) -> None:
     bad = (~torch.isfinite(x.flatten(1))).sum(1)
     if bad.any():
         i = int(bad.argmax())
-        raise UsageError(f"{dataset.describe(rows[i])} holds {int(bad[i])} values that are NaN or infinite")
+        raise UsageError(
+            f"{dataset.describe(rows[i])} holds {quantity(int(bad[i]), 'NaN or infinite value')}"
+        )

@@ -18,7 +18,7 @@ from ul2q.pipeline.data.masks import MaskDataset, array_masks, read_masks
 from ul2q.pipeline.data.preprocess import Preprocess
 from ul2q.pipeline.data.sources import Arrays, Files, Pairs, Source
 from ul2q.pipeline.data.split import split_rows
-from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.errors import UsageError, quantity
 
 
 def load_data(
@@ -153,7 +153,9 @@ def _labels(part: Arrays | Files | Pairs, num_classes: int | None) -> np.ndarray
         return None
     labels = check_labels(part.labels, num_classes, part.where)
     if len(labels) != len(part):
-        raise UsageError(f"{part.where} holds {len(part)} samples but {len(labels)} labels")
+        raise UsageError(
+            f"{part.where} holds {quantity(len(part), 'sample')} but {quantity(len(labels), 'label')}"
+        )
     return labels
 
 
@@ -214,7 +216,7 @@ def _image_dataset(
     preprocess = source.preprocess.resolve(np.dtype(np.uint8), 0, 255, part.where)
     preprocess.check_channels(channels, part.where)
     if channels not in {1, 3}:
-        raise UsageError(f"{part.where}: the model takes {channels} channels, images have 1 or 3")
+        raise UsageError(f"{part.where}: the model takes {quantity(channels, 'channel')}, images have 1 or 3")
     if part.odd is not None and preprocess.resize is None and preprocess.crop is None:
         raise UsageError(
             f"{part.odd} has another size than the first image {part.size}: give --resize or --crop"

@@ -18,7 +18,7 @@ from ul2q.pipeline.data.datasets import Batch, Dataset, image_header
 from ul2q.pipeline.data.images import PARTS, class_folders, files, images_in
 from ul2q.pipeline.data.preprocess import Preprocess
 from ul2q.pipeline.data.sources import Arrays, Files, Pairs, Source
-from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.errors import UsageError, quantity
 
 #: names of the subfolders that hold images, and masks
 IMAGE_FOLDERS = ("images", "image", "imgs", "img")
@@ -93,7 +93,9 @@ def array_masks(part: Arrays) -> Pairs | None:
             f"{part.where}: masks have shape {list(masks.shape)}, type {masks.dtype}: give numbers [N, H, W]"
         )
     if len(masks) != len(part):
-        raise UsageError(f"{part.where} holds {len(part)} images but {len(masks)} masks")
+        raise UsageError(
+            f"{part.where} holds {quantity(len(part), 'image')} but {quantity(len(masks), 'mask')}"
+        )
     top = 255 if masks.size and masks.max() > 1 else 1
     raw = masks.astype(np.uint8) if masks.dtype.kind == "b" else masks
     return Pairs(Arrays(part.raw, None, part.where), Arrays(raw, None, f"{part.where}: masks"), top)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.errors import UsageError, quantity
 
 
 def _shown(shape: tuple[int, ...]) -> str:
@@ -53,7 +53,8 @@ class Preprocess:
             raise UsageError(f"std is {list(self.std)}: every value must be positive")
         if self.mean is not None and self.std is not None and len(self.mean) != len(self.std):
             raise UsageError(
-                f"{len(self.mean)} mean values and {len(self.std)} std values: give one a channel"
+                f"{quantity(len(self.mean), 'mean value')} and "
+                f"{quantity(len(self.std), 'std value')}: give one a channel"
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -150,7 +151,8 @@ class Preprocess:
         for name, given in (("mean", self.mean), ("std", self.std)):
             if given is not None and len(given) not in {1, channels}:
                 raise UsageError(
-                    f"{where}: {len(given)} {name} values for {channels} channels: give one a channel"
+                    f"{where}: {quantity(len(given), f'{name} value')} for "
+                    f"{quantity(channels, 'channel')}: give one a channel"
                 )
 
     def out_shape(self, shape: tuple[int, ...], where: str) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from ul2q.pipeline.data.preprocess import Preprocess
 from ul2q.pipeline.data.several import as_numpy, load_several, several_splits
 from ul2q.pipeline.data.sources import Arrays, Source
 from ul2q.pipeline.data.split import split_rows
-from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.errors import UsageError, quantity
 
 #: samples taken from an iterable of unknown length before it is cut, with a warning
 LIMIT = 100_000
@@ -158,7 +158,9 @@ def _from_arrays(x: Any, y: Any, shape: tuple[int, ...] | None, num_classes: int
             return pairs_dataset(pairs, Source(pairs, preprocess=Preprocess(scale=1.0)), shape)
         labels = check_labels(labels, num_classes, "the labels")
         if len(labels) != len(raw):
-            raise UsageError(f"the arrays hold {len(raw)} samples but {len(labels)} labels")
+            raise UsageError(
+                f"the arrays hold {quantity(len(raw), 'sample')} but {quantity(len(labels), 'label')}"
+            )
         num_classes = num_classes or int(labels.max()) + 1
     else:
         num_classes = None

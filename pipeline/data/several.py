@@ -21,7 +21,7 @@ from ul2q.pipeline.data.load import array_dataset
 from ul2q.pipeline.data.preprocess import Preprocess
 from ul2q.pipeline.data.sources import Arrays
 from ul2q.pipeline.data.split import split_rows
-from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.errors import UsageError, quantity
 
 PARTS = ("train", "validation", "test")
 _SUFFIXES = {"train": ("", "_train"), "validation": ("_val",), "test": ("_test",)}
@@ -317,7 +317,9 @@ def _dataset(
     if y is not None:
         labels = check_labels(np.asarray(y), num_classes, "the labels")
         if len(labels) != lengths[0]:
-            raise UsageError(f"the arrays hold {lengths[0]} samples but {len(labels)} labels")
+            raise UsageError(
+                f"the arrays hold {quantity(lengths[0], 'sample')} but {quantity(len(labels), 'label')}"
+            )
         num_classes = num_classes or int(labels.max()) + 1
     classes = num_classes if labels is not None else None
     parts = [_input(raw, name, labels, classes) for raw, name in zip(arrays, where, strict=True)]

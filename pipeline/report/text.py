@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
+from ul2q.pipeline.errors import quantity
 from ul2q.pipeline.report.schema import Layer, Report
 
 NONE = "–"
@@ -152,7 +153,7 @@ def _drop(report: Report) -> Headline:
     if before is None or after is None:
         return Headline("accuracy drop", NONE, "not measured: no labelled test samples")
     points = 100 * (before - after)
-    samples = "" if accuracy["samples"] is None else f", {accuracy['samples']:,} test samples"
+    samples = "" if accuracy["samples"] is None else f", {quantity(accuracy['samples'], 'test sample')}"
     note = f"{accuracy['metric'] or 'accuracy'} {percent(before)} → {percent(after)}{samples}"
     return Headline("accuracy drop", f"{round(points, 2) + 0.0:.2f} points", note)
 
@@ -190,7 +191,7 @@ def summary(report: Report) -> list[Row]:
 def _accuracy_rows(report: Report) -> list[Row]:
     accuracy = report["accuracy"]
     samples = accuracy["samples"]
-    note = f"{samples:,} test samples" if samples is not None else ""
+    note = quantity(samples, "test sample") if samples is not None else ""
     rows = [
         Row(
             accuracy["metric"] or "accuracy", percent(accuracy["float"]), percent(accuracy["quantized"]), note
@@ -242,7 +243,7 @@ def parities(report: Report) -> list[Row]:
             continue
         notes = []
         if parity["max_steps"] is not None:
-            notes.append(f"{parity['max_steps']:g} steps from torch")
+            notes.append(f"{parity['max_steps']:g} step{'' if parity['max_steps'] == 1 else 's'} from torch")
         elif parity["max_abs"] is not None:
             notes.append(f"{parity['max_abs']:.2g} from torch")
         if parity["argmax_agreement"] is not None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ul2q.pipeline.data import Dataset, Pass
 from ul2q.pipeline.data.counter import uniforms
-from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.errors import UsageError, quantity
 from ul2q.pipeline.kfac import schemes
 from ul2q.pipeline.tasks import Task
 from ul2q.pipeline.training.ranks import Ranks
@@ -59,7 +59,7 @@ class Stream:
         self.size = min(settings.update_size, len(dataset))
         self.steps = len(dataset) // self.size
         if ranks.world > min(self.size, settings.batch_size):
-            least = f"a batch of {min(self.size, settings.batch_size)} samples"
+            least = f"a batch of {quantity(min(self.size, settings.batch_size), 'sample')}"
             raise UsageError(f"{ranks.world} ranks share {least}: start fewer, or give a larger --batch-size")
         share = cut(self.size, ranks.world)[ranks.rank]
         count = min(-(-self.size // settings.batch_size), self.size // ranks.world)

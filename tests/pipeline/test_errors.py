@@ -10,9 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from ul2q import QuantConfig, compress
-from ul2q.pipeline.errors import JobError, UsageError, within
+from ul2q.pipeline.errors import JobError, UsageError, quantity, within
 
 X = np.random.default_rng(0).normal(size=(40, 8)).astype(np.float32)
+
+
+def test_counts_are_singular_or_plural() -> None:
+    shown = [quantity(count, "lost code") for count in (0, 1, 2, 1200)]
+    assert shown == ["0 lost codes", "1 lost code", "2 lost codes", "1,200 lost codes"]
 
 
 def test_the_innermost_place_counts_and_notes_name_all() -> None:

@@ -76,7 +76,7 @@ def test_unlabelled_samples_have_no_targets() -> None:
 def test_values_that_are_not_finite_are_named(value: float, size: int) -> None:
     data = dataset()
     data.raw[17, 0, 2, 3:5] = value
-    with pytest.raises(UsageError, match=r"x\.npz: sample 17 holds 2 values"):
+    with pytest.raises(UsageError, match=r"x\.npz: sample 17 holds 2 NaN or infinite values"):
         list(batches(data, size, seed=1))
 
 

@@ -85,7 +85,7 @@ def test_dict_round_trip() -> None:
         ({"resize": 0}, "resize is 0"),
         ({"scale": -1.0}, "scale is -1"),
         ({"std": (1.0, 0.0)}, "std"),
-        ({"mean": (1.0, 2.0), "std": (1.0,)}, "2 mean values and 1 std values"),
+        ({"mean": (1.0, 2.0), "std": (1.0,)}, "2 mean values and 1 std value:"),
     ],
 )
 def test_bad_values_are_refused(changes: dict[str, object], message: str) -> None:
@@ -95,7 +95,7 @@ def test_bad_values_are_refused(changes: dict[str, object], message: str) -> Non
 
 def test_channels_must_fit() -> None:
     Preprocess(mean=(1.0,), std=(1.0,)).check_channels(3, "x")
-    with pytest.raises(UsageError, match="3 mean values for 1 channels"):
+    with pytest.raises(UsageError, match="3 mean values for 1 channel:"):
         Preprocess(mean=(1.0, 1.0, 1.0)).check_channels(1, "x")
 
 
