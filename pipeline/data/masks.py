@@ -147,10 +147,11 @@ def _matched(images: list[Path], masks: list[Path], folder: Path) -> Pairs:
         UsageError: an image without a mask or the other way round, or of another size (named).
     """
     by_stem = [{path.stem: path for path in paths} for paths in (images, masks)]
-    for have, lack, word, other in ((0, 1, "images", "mask"), (1, 0, "masks", "image")):
+    for have, lack, word, other in ((0, 1, "image", "a mask"), (1, 0, "mask", "an image")):
         if alone := sorted(set(by_stem[have]) - set(by_stem[lack])):
             shown = ", ".join(alone[:3]) + (", …" if len(alone) > 3 else "")
-            raise UsageError(f"{folder}: {len(alone)} {word} have no {other} of the same name: {shown}")
+            lone = quantity(len(alone), word)
+            raise UsageError(f"{folder}: {lone} without {other} of the same name: {shown}")
     if not images:
         raise UsageError(f"{folder} holds no images")
     stems = sorted(by_stem[0])

@@ -147,15 +147,15 @@ def test_arrays_of_masks(shape: tuple[int, ...], kind: str, tmp_path: Path) -> N
 def test_what_does_not_belong_together_is_named(tmp_path: Path) -> None:
     root = write(tmp_path / "a", *LAYOUTS["images and masks"], count=4)
     (root / "masks" / "p01.png").unlink()
-    with pytest.raises(UsageError, match="a: 1 images have no mask of the same name: p01"):
+    with pytest.raises(UsageError, match="a: 1 image without a mask of the same name: p01"):
         load_data(root)
     (root / "images" / "p01.png").unlink()
     (root / "images" / "p02.png").unlink()
-    with pytest.raises(UsageError, match="a: 1 masks have no image of the same name: p02"):
+    with pytest.raises(UsageError, match="a: 1 mask without an image of the same name: p02"):
         load_data(root)
     root = write(tmp_path / "b", *LAYOUTS["one folder"], count=3)
     (root / "p00.png").unlink()
-    with pytest.raises(UsageError, match="1 images have no mask of the same name: p00"):
+    with pytest.raises(UsageError, match="1 image without a mask of the same name: p00"):
         load_data(root)
     root = write(tmp_path / "c", *LAYOUTS["images and masks"], count=3)
     Image.fromarray(np.zeros((16, 32), np.uint8)).save(root / "masks" / "p02.png")
