@@ -8,12 +8,13 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ul2q.pipeline.checkpoint import Checkpoint
@@ -109,7 +110,7 @@ def mirror_parity(path: Path, model: Any, lowered: Lowered, inputs: Tensor) -> P
         x = inputs[start : start + _SAMPLES_AT_A_TIME]
         ours, codes = run_with_codes(lowered, [x])
         theirs, values = codes_of.run_with_codes(model, x.numpy(), batch=_SAMPLES_AT_A_TIME)
-        comparison.add_codes(codes, values)
+        comparison.add_codes(codes, {site: _shaped(values[site], codes[site].shape) for site in sites})
         comparison.add_outputs(ours, theirs, lowered.output_scales)
     parity = comparison.parity(len(inputs))
     allowed = 1 if lowered.float_operators else 0
@@ -119,6 +120,15 @@ def mirror_parity(path: Path, model: Any, lowered: Lowered, inputs: Tensor) -> P
             f"differ, first at {parity.first_layer}; relative difference of the outputs {parity.relative:.1e}"
         )
     return parity
+
+
+def _shaped(values: NDArray[Any], shape: Sequence[int]) -> NDArray[Any]:
+    """Return values [N, …] in ``shape``, if the two differ in axes of length 1 only; else as they are.
+
+    A file takes means with the axes kept and drops them behind, the network does both in one module.
+    """
+    alike = [size for size in values.shape[1:] if size != 1] == [size for size in shape[1:] if size != 1]
+    return values.reshape(shape) if alike and values.shape[0] == shape[0] else values
 
 
 def load_keras_checkpoint(path: Path) -> tuple[Checkpoint, list[str]]:

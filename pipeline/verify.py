@@ -151,17 +151,28 @@ class Comparison:
         self.same: list[NDArray[np.bool_]] = []
 
     def add_codes(self, codes: Mapping[str, Tensor], values: Mapping[str, NDArray[Any]]) -> None:
-        """Take in the codes of every site, ours and those of a runtime."""
+        """Take in the codes of every site, ours and those of a runtime.
+
+        Raises:
+            JobError: those of a site differ in shape.
+        """
         for site, tensor in self.code_tensors.items():
-            difference = np.abs(codes[site].numpy().astype(np.int16) - values[tensor].astype(np.int16))
+            ours, theirs = codes[site].numpy(), values[tensor]
+            _same_shape(f"the codes at {site}", ours, theirs)
+            difference = np.abs(ours.astype(np.int16) - theirs.astype(np.int16))
             self.differing[site] += int(np.count_nonzero(difference))
             self.steps[site] = max(self.steps[site], int(difference.max(initial=0)))
 
     def add_outputs(
         self, ours: Sequence[Tensor], theirs: Sequence[NDArray[Any]], scales: Sequence[float | None]
     ) -> None:
-        """Take in the outputs, ours and those of a runtime, with the step of each."""
-        for a, b, scale in zip(ours, theirs, scales, strict=True):
+        """Take in the outputs, ours and those of a runtime, with the step of each.
+
+        Raises:
+            JobError: those of one output differ in shape.
+        """
+        for i, (a, b, scale) in enumerate(zip(ours, theirs, scales, strict=True)):
+            _same_shape(f"output {i}", a.numpy(), b)
             difference = _largest_difference(a.numpy(), b)
             self.max_abs = max(self.max_abs, difference)
             self.largest = max(self.largest, float(np.nan_to_num(np.abs(a.numpy())).max(initial=0)))
@@ -186,6 +197,15 @@ class Comparison:
             first_layer=first,
             first_steps=0 if first is None else self.steps[first],
             relative=self.max_abs / self.largest if self.largest else self.max_abs,
+        )
+
+
+def _same_shape(what: str, ours: NDArray[Any], theirs: NDArray[Any]) -> None:
+    # Arrays of other shapes would be broadcast: every element compared with every other.
+    if ours.shape != theirs.shape:
+        raise JobError(
+            f"the written file does not reproduce the network: the shape of {what} "
+            f"is {theirs.shape} in the file and {ours.shape} in the network"
         )
 
 

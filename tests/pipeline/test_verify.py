@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ul2q.pipeline import verify as module
 from ul2q.pipeline.errors import JobError
-from ul2q.pipeline.verify import run_with_codes, verify
+from ul2q.pipeline.verify import Comparison, run_with_codes, verify
 from ul2q.runtimes import onnxruntime as runtime
 
 
@@ -165,3 +165,16 @@ def test_a_file_that_the_runtime_refuses_is_a_failed_job(integers: Any, tmp_path
     onnx.save(proto, tmp_path / "model.onnx")
     with pytest.raises(JobError, match=r"^model\.onnx does not load in this ONNX Runtime: "):
         check(integers, tmp_path / "model.onnx")
+
+
+def test_shapes_that_would_be_broadcast_are_refused() -> None:
+    comparison = Comparison({"mean": "mean/Reshape"})
+    codes = torch.zeros(4, 3, dtype=torch.uint8)
+    comparison.add_codes({"mean": codes}, {"mean/Reshape": codes.numpy()})
+    with pytest.raises(
+        JobError, match=r"the codes at mean is \(4, 3, 1, 1\) in the file and \(4, 3\) in the"
+    ):
+        comparison.add_codes({"mean": codes}, {"mean/Reshape": codes.numpy()[:, :, None, None]})
+    outputs = [torch.zeros(4, 3), torch.zeros(4, 3)]
+    with pytest.raises(JobError, match=r"output 1 is \(4, 1\) in the file and \(4, 3\) in the network"):
+        comparison.add_outputs(outputs, [np.zeros((4, 3)), np.zeros((4, 1))], [None, None])
