@@ -34,6 +34,7 @@ from ul2q.pipeline.report import schema
 from ul2q.pipeline.resume import Kept, key_of, unfinished_path
 from ul2q.pipeline.synthetic import SYNTHETIC_WARNING
 from ul2q.pipeline.tasks import task_for
+from ul2q.pipeline.trial import check_keras
 from ul2q.pipeline.weights import check_finite
 from ul2q.pipeline.work import Work
 from ul2q.pipeline.writing import data_name, write
@@ -147,7 +148,7 @@ def compress(
     return _compress(Work(model, splits, config, progress or Progress(quiet=True), loss, metric))
 
 
-def _compress(work: Work) -> CompressedModel:
+def _compress(work: Work, to: Sequence[str] = ("onnx",)) -> CompressedModel:
     if work.has_stand_ins:
         work.config = gentler(work.config)
     config = work.config
@@ -158,6 +159,8 @@ def _compress(work: Work) -> CompressedModel:
         _settle_task(work, captured)
         with work.stage("prepare"):
             prepared = prepare(captured, config)
+            if "keras" in to and (work.kept is None or work.kept.found is None):
+                check_keras(prepared, work.example(), config)
         with work.stage("calibrate"):
             _calibrate(work, captured, prepared)
         with work.stage("finetune"):
@@ -327,7 +330,7 @@ def compress_file(
 
     if dry_run:
         check_output(directory, overwrite=True)
-        return CompressionResult(None, _plan(prepared_work()))
+        return CompressionResult(None, _plan(prepared_work(), to))
     unfinished = unfinished_path(directory)
     with claimed(directory, unfinished):
         if resume and directory.exists() and not (overwrite or unfinished.exists()):
@@ -335,7 +338,7 @@ def compress_file(
         check_output_folder(directory, overwrite=overwrite or resume)
         work = prepared_work()
         work.kept = _kept(work, unfinished, resume)
-        compressed = _compress(work)
+        compressed = _compress(work, to)
         compressed._save(directory, to)
         work.kept.drop()
     return CompressionResult(directory, compressed.report)
@@ -361,11 +364,13 @@ def _check_targets(to: Sequence[str], names: Sequence[str]) -> None:
         )
 
 
-def _plan(work: Work) -> dict[str, Any]:
+def _plan(work: Work, to: Sequence[str]) -> dict[str, Any]:
     """Return the report of a dry run: what would be quantised."""
     captured = _capture(work)
     _settle_task(work, captured)
     prepared = prepare(captured, work.config)
+    if "keras" in to:
+        check_keras(prepared, work.example(), work.config)
     values = {
         "ul2q": __version__,
         "model": {

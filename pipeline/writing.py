@@ -13,7 +13,7 @@ from ul2q import __version__
 from ul2q.pipeline import measure, mirror
 from ul2q.pipeline.checkpoint import save_checkpoint, to_bytes
 from ul2q.pipeline.data import Dataset, input_batches
-from ul2q.pipeline.errors import quantity
+from ul2q.pipeline.errors import JobError, UsageError, quantity
 from ul2q.pipeline.files import write_bytes
 from ul2q.pipeline.graph.folding import float_state_dict
 from ul2q.pipeline.graph.lower import Lowered
@@ -104,10 +104,19 @@ def _write_keras(
 
     Returns:
         The model as it was read back, and its parity.
+
+    Raises:
+        UsageError: the network holds what no Keras layer stands for.
+        JobError: the Keras model does not reproduce the network.
     """
-    path, progress = folder / "model.keras", compressed._work.progress
-    twin = mirror.write_mirror(folder / "model.onnx", path)
-    parity = mirror.mirror_parity(path, twin, compressed.lowered, inputs[0])
+    path, work = folder / "model.keras", compressed._work
+    progress = work.progress
+    try:
+        twin = mirror.write_mirror(folder / "model.onnx", path)
+        parity = mirror.mirror_parity(path, twin, compressed.lowered, inputs[0])
+    except (UsageError, JobError) as error:
+        how = "run again with --resume --to onnx" if work.kept is not None else "leave keras out of `to`"
+        raise type(error)(f"{error}; the ONNX file is verified: {how} to get it") from error
     progress.line(f"verified {parity.sites} sites in Keras: {parity.differing_codes} differing codes")
     return twin, parity.to_dict()
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 pytest.importorskip("keras", reason="Keras is not installed: pip install 'ul2q[keras]'")
 
@@ -84,3 +87,42 @@ def test_a_float_keras_model_is_compressed(tmp_path: Path, capsys: pytest.Captur
     assert report["parity"]["keras"]["max_abs"] == 0
     assert any("softmax" in warning for warning in report["warnings"])
     assert (tmp_path / "mine-w4a8" / "model.keras").exists()
+
+
+class Peaks(nn.Module):
+    """A network with an operator that no Keras layer stands for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 6, 3)
+        self.head = nn.Linear(6, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.conv(x)).amax((2, 3)))
+
+
+def test_what_keras_lacks_is_told_before_calibration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model, folder = tmp_path / "peaks.pt", tmp_path / "out"
+    torch.save(Peaks().state_dict(), model)
+    monkeypatch.setitem(sys.modules, "peaks", sys.modules[__name__])
+    common = ("compress", model, "--arch", "peaks:Peaks", "--data", "digits", "--wbits", 4, "--epochs", 0)
+    common = (*common, "-o", folder)
+    for more in ((), ("--dry-run",)):
+        said = run(capsys, *common, *more, "--to", "onnx,keras", code=2)
+        assert "amax is a ReduceMax" in said
+        assert "leave keras out of --to" in said
+        assert "calibrate" not in said
+        assert list(tmp_path.iterdir()) == [model]
+
+    # Should the file show more than the trial, the ONNX file is not lost.
+    monkeypatch.setattr("ul2q.pipeline.compress.check_keras", lambda *_: None)
+    said = run(capsys, *common, "--to", "onnx,keras", code=2)
+    assert "amax is a ReduceMax" in said
+    assert "the ONNX file is verified: run again with --resume --to onnx to get it" in said
+    assert not folder.exists()
+    run(capsys, *common, "--resume", "--to", "onnx", "--quiet")
+    assert (folder / "model.onnx").exists()
+    assert not (folder / "model.keras").exists()
