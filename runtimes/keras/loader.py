@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,10 @@ class Loading:
         """Return a quantiser with the range of the file."""
         name = self.unique(f"{operator.layer}_quantizer")
         return EMAQuantizer(grid=out, behind=behind, onnx_name=operator.layer, name=name, dtype="float32")
+
+    def comparable(self, value: Value) -> Value:
+        """Return ``value`` as a frozen layer reads it, whose codes are compared in the order of the file."""
+        return value if self.trainable else replace(value, tensor=self.in_onnx_order(value), flat=None)
 
     def in_onnx_order(self, value: Value) -> Any:
         """Return the tensor, a flattened image with its elements in the order of the file."""

@@ -47,7 +47,7 @@ def _binary(loading: Loading, operator: Operator) -> None:
     if any(name in loading.network.constants for name in operator.inputs):
         _with_constant(loading, operator)
         return
-    values = [loading.value(operator, i) for i in range(2)]
+    values = [loading.comparable(loading.value(operator, i)) for i in range(2)]
     if values[0].flat != values[1].flat:
         values = [Value(loading.in_onnx_order(v), v.format) for v in values]
     if operator.op == "Add" and _is_inner_scalar(*values):

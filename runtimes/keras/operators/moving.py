@@ -183,7 +183,7 @@ _TABLES = {"Sigmoid": "sigmoid", "LeakyRelu": "leaky_relu"}
 
 @handles(*_ACTIVATIONS)
 def _activation(loading: Loading, operator: Operator) -> None:
-    value = loading.value(operator)
+    value = loading.comparable(loading.value(operator))
     if operator.op == "Softmax":
         axis = int(operator.attributes.get("axis", -1))
         if file_axis(axis, value.rank) != value.rank - 1 or value.flat is not None:

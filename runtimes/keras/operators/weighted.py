@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @handles("QuantizeLinear")
 def _quantize(loading: Loading, operator: Operator) -> None:
-    value, out = loading.value(operator), loading.format_of(operator)
+    value, out = loading.comparable(loading.value(operator)), loading.format_of(operator)
     history = getattr(value.tensor, "_keras_history", None)
     behind = str(history.operation.name) if history is not None else None
     tensor = loading.quantizer(operator, out, behind)(value.tensor)

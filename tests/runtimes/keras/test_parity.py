@@ -50,3 +50,32 @@ def test_averages_are_compared_sample_by_sample(deploy: Any, tmp_path: Path, kin
         JobError, match=r"^model\.keras does not reproduce the network in this Keras: \d+ codes"
     ):
         mirror_parity(path, model, stretched.lowered, deployed.inputs[0])
+
+
+class Flattened(nn.Module):
+    """Operators on flattened images, whose elements Keras has in another order."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.left = nn.Conv2d(2, 5, 3)
+        self.right = nn.Conv2d(2, 5, 3)
+        self.head = nn.Linear(5 * 4 * 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = torch.flatten(self.left(x), 1)
+        if self.kind == "add":
+            return self.head(flat + torch.flatten(self.right(x), 1))
+        return self.head(torch.sigmoid(flat) if self.kind == "sigmoid" else nn.functional.gelu(flat))
+
+
+@pytest.mark.parametrize("kind", ["add", "sigmoid", "gelu"])
+def test_flattened_images_are_compared_in_the_order_of_the_file(
+    deploy: Any, tmp_path: Path, kind: str
+) -> None:
+    torch.manual_seed(0)
+    deployed = deploy(Flattened(kind), [torch.randn(7, 2, 6, 6)], wbits=4)
+    assert kind in deployed.lowered.code_formats
+    path = tmp_path / "model.keras"
+    parity = mirror_parity(path, write_mirror(deployed.path, path), deployed.lowered, deployed.inputs[0])
+    assert (parity.differing_codes, parity.sites) == (0, len(deployed.lowered.code_formats))
