@@ -64,7 +64,7 @@ def _describe_onnx(model: Path) -> dict[str, Any]:
     try:
         recorded = json.loads(about.pop("ul2q.layers", "[]"))
         about = {key: json.loads(value) if value.startswith("{") else value for key, value in about.items()}
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError, TypeError) as error:  # the text may be any bytes
         raise UsageError(
             f"{model}: its ul2q metadata are damaged ({error}): compress the model again"
         ) from error

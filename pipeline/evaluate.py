@@ -149,7 +149,7 @@ def _keras(model: Path) -> tuple[Module, dict[str, Any], str | None]:
     about = runtime.files.keras_metadata(model)
     try:
         preprocess = json.loads(about.get("ul2q.preprocess", "{}")) or None
-    except (json.JSONDecodeError, TypeError) as error:
+    except (ValueError, RecursionError, TypeError) as error:
         raise UsageError(f"{model}: its preprocessing is not JSON: compress the model again") from error
     fit: dict[str, Any] = {"input_shape": runtime.files.input_shape(loaded), "preprocess": preprocess}
     if len(loaded.outputs) == 1 and len(loaded.outputs[0].shape) == 2:

@@ -75,7 +75,7 @@ def _preprocess(about: dict[str, str], path: Path) -> Preprocess | None:
         return None
     try:
         return Preprocess.from_dict(json.loads(text))
-    except (json.JSONDecodeError, TypeError, AttributeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, TypeError, AttributeError) as error:
         raise UsageError(f"{path}: its metadata ul2q.preprocess is damaged ({error})") from error
 
 

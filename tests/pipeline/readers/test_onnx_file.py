@@ -315,3 +315,12 @@ def test_a_model_that_depends_on_its_fixed_batch_is_refused(tmp_path: Path) -> N
     path = write(tmp_path / "m.onnx", nodes, [2, 6], s=np.array([2, 6]), zero=np.array([0]))
     with pytest.raises(UsageError, match="at batch 7: the model depends on the batch size"):
         compare(load_onnx(path).model, path, [torch.randn(2, 6)])
+
+
+def test_preprocessing_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.onnx", [node("MatMul", "x w")], ["N", 6], w=weights(6, 5))
+    model = onnx.load(path)
+    helper.set_model_props(model, {"ul2q.preprocess": '{"mean": [0.5]}'})
+    path.write_bytes(model.SerializeToString().replace(b'"mean"', b'"\xf4ean"'))
+    with pytest.raises(UsageError, match=r"its metadata ul2q\.preprocess is damaged"):
+        load_onnx(path)
