@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import itertools
 from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -64,6 +65,15 @@ def lift_constants(model: ir.Model) -> None:
     passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     passes.RemoveUnusedNodesPass()(model)
     passes.DeduplicateInitializersPass(size_limit=_COMPARED)(model)
+
+
+def add_initializer(graph: ir.Graph, tensor: Any) -> ir.Value:
+    """Return the value of ``tensor``, which has a name, as an initialiser of ``graph``."""
+    value = ir.Value(
+        name=tensor.name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor
+    )
+    graph.register_initializer(value)
+    return value
 
 
 def _scope(node: ir.Node, layers: Collection[str] = ()) -> str:
@@ -145,12 +155,8 @@ def _own_tensors(graph: ir.Graph, wide: Collection[str]) -> None:
             name = f"{_scope(node)}.{kind}"
             if len(shared.uses()) == 1 or shared.name == name:
                 continue
-            tensor = ir.tensor(shared.const_value.numpy(), name=name)
-            own = ir.Value(
-                name=name, shape=shared.shape, type=ir.TensorType(tensor.dtype), const_value=tensor
-            )
+            own = add_initializer(graph, ir.tensor(shared.const_value.numpy(), name=name))
             node.replace_input_with(index, own)
-            graph.register_initializer(own)
 
 
 def _name_ends(

@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from ul2q.exporters.finishing import add_initializer
 from ul2q.pipeline.quantize.arithmetic import MANY_CHANNELS
 
 #: narrower types of a type, narrowest first
@@ -38,10 +39,11 @@ def narrow(graph: ir.Graph) -> None:
             continue
         narrow_array, unit = form
         del graph.initializers[name]
-        stored = _initializer(graph, name, narrow_array)
+        stored = add_initializer(graph, ir.tensor(narrow_array, name=name))
         nodes = [ir.node("Cast", [stored], {"to": tensor.dtype})]
         if unit != 1:
-            factor = _initializer(graph, f"{name}_unit", np.asarray(unit, array.dtype))
+            unit_tensor = ir.tensor(np.asarray(unit, array.dtype), name=f"{name}_unit")
+            factor = add_initializer(graph, unit_tensor)
             nodes.append(ir.node("Mul", [nodes[0].outputs[0], factor]))
         graph.insert_before(first, nodes)
         wide = nodes[-1].outputs[0]
@@ -69,12 +71,3 @@ def _unit(array: NDArray[Any], dtype: type[np.generic]) -> float:
         return 1.0
     unit = 2.0 ** np.ceil(np.log2(largest / float(limits.max)))
     return float(unit if issubclass(dtype, np.floating) else max(1.0, unit))
-
-
-def _initializer(graph: ir.Graph, name: str, array: NDArray[Any]) -> ir.Value:
-    tensor = ir.tensor(array, name=name)
-    value = ir.Value(
-        name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor
-    )
-    graph.register_initializer(value)
-    return value

@@ -20,7 +20,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from ul2q.exporters import packing
-from ul2q.exporters.finishing import SCOPE
+from ul2q.exporters.finishing import SCOPE, add_initializer
 from ul2q.pipeline.graph.layers import LoweredWeight
 
 # Bytes that the unpacking nodes of one weight take in the file, about: less is not worth packing.
@@ -125,7 +125,7 @@ class Unpacker:
     def _typed(self, stem: str, weight: LoweredWeight) -> ir.Value:
         numpy_type, onnx_type = _TYPED[weight.grid.k]
         tensor = ir.Tensor(weight.codes.astype(numpy_type), dtype=onnx_type, name=f"{stem}.codes")
-        codes = self._register(tensor)
+        codes = add_initializer(self.graph, tensor)
         grid = weight.grid
         wide = self._node("Cast", stem, codes, to=ir.DataType.INT32)
         factor = self._shared(f"times{grid.multiplier}", np.asarray(grid.multiplier, np.int32))
@@ -148,14 +148,7 @@ class Unpacker:
         return known if known is not None else self._initializer(name, array)
 
     def _initializer(self, name: str, array: NDArray[Any]) -> ir.Value:
-        return self._register(ir.tensor(array, name=name))
-
-    def _register(self, tensor: Any) -> ir.Value:
-        value = ir.Value(
-            name=tensor.name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor
-        )
-        self.graph.register_initializer(value)
-        return value
+        return add_initializer(self.graph, ir.tensor(array, name=name))
 
     def _node(self, op_type: str, stem: str, *inputs: ir.Value | None, **attributes: Any) -> ir.Value:
         node = ir.node(op_type, list(inputs), attributes)
