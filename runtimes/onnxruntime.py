@@ -24,6 +24,7 @@ from ul2q.pipeline.errors import JobError, UsageError, quantity
 from ul2q.runtimes.cpu import kernels_saturate
 from ul2q.runtimes.inputs import Array, checked_feeds, example_input
 from ul2q.runtimes.inputs import numpy_type as numpy_type
+from ul2q.runtimes.memory import own_peak_rss, return_large_blocks
 from ul2q.runtimes.onnx_files import (
     Model,
     data_files,
@@ -69,6 +70,7 @@ def _options(
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if low_memory:
         options.enable_cpu_mem_arena = False
+        return_large_blocks()
     if optimized_path is not None:
         options.optimized_model_filepath = str(optimized_path)
         # the graph is what is wanted; tensors beyond 2 GB would not fit the file
@@ -93,7 +95,8 @@ def session(
     Args:
         model: a path, serialised bytes, or a model in memory.
         threads: threads within an operator; None lets the runtime use all cores.
-        low_memory: hand the memory of activations back after every operator.
+        low_memory: hand the memory of activations back after every operator; on Linux this changes how the
+            whole process returns memory (see ``return_large_blocks``).
         spinning: idle threads spin for a while before they sleep, which is faster for one session alone.
         optimized_path: where to write the graph that the runtime made of the model.
         folder: where the data files of a model in memory lie.
@@ -264,22 +267,6 @@ def bench(
         "runs": runs,
         "operators": operators(model),
     }
-
-
-def own_peak_rss() -> int:
-    """Measure this process.
-
-    Returns:
-        The largest resident memory so far in bytes.
-    """
-    status = Path("/proc/self/status")
-    if status.exists():  # getrusage would count the parent's memory too: Linux carries it over fork and exec
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
-        return int(line.split()[1]) * 1024
-    import resource  # not there on Windows
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def load_and_run_once(path: str, low_memory: bool) -> int:
