@@ -35,7 +35,7 @@ def finish(
 
     Args:
         model: as torch.onnx exports it; changed in place.
-        input_names: names of the inputs, where there are several.
+        input_names: names of the inputs.
         output_names: names of the outputs.
         layers: scopes that count as one, whatever is inside.
         wide: scopes whose weights reach beyond ±64.
@@ -101,15 +101,14 @@ def _own_outputs(graph: ir.Graph) -> None:
 def _name(graph: ir.Graph, input_names: Sequence[str], output_names: Sequence[str]) -> dict[str, ir.Value]:
     """Return the last uint8 tensor of each scope, after naming everything.
 
-    A single input is ``input``, codes have the name of the layer that makes them, and operators are
-    ``scope/Operator``. Nodes that only widen constants or change between codes and real numbers have no
-    name, and their values as the other constants have short ones: in networks of many small layers names
-    would take more of the file than scales.
+    Codes have the name of the layer that makes them, and operators are ``scope/Operator``. Nodes that only
+    widen constants or change between codes and real numbers have no name, and their values as the other
+    constants have short ones: in networks of many small layers names would take more of the file than scales.
     """
     taken: set[str] = {v.name for v in graph.initializers.values() if v.name}
     short = (name for n in itertools.count() if (name := f"_{n:x}") not in taken)
     anonymous = [v for v in graph.initializers.values() if v.name and v.name.startswith("val_")]
-    _name_ends(graph, ["input"] if len(graph.inputs) == 1 else input_names, output_names, taken)
+    _name_ends(graph, input_names, output_names, taken)
     sites: dict[str, ir.Value] = {}
     constant: set[ir.Value | None] = {None, *graph.initializers.values()}
     for node in graph:
@@ -162,14 +161,14 @@ def _own_tensors(graph: ir.Graph, wide: Collection[str]) -> None:
 def _name_ends(
     graph: ir.Graph, input_names: Sequence[str], output_names: Sequence[str], taken: set[str]
 ) -> None:
+    own = {*input_names}
+    names = [*input_names, *(_unique(name, own) for name in output_names)]
     for name, constant in list(graph.initializers.items()):
-        if name in input_names:  # the interface keeps its name
+        if name in own:  # the interface keeps its names
             _rename_initializer(graph, constant, _unique(name, taken))
-    taken.update(input_names)
+    taken.update(own)
     batch = next((str(d) for value in graph.inputs if value.shape for d in value.shape[:1]), "")
-    ends = [*zip(graph.inputs, input_names, strict=True)]
-    ends += [(v, _unique(n, taken)) for v, n in zip(graph.outputs, output_names, strict=True)]
-    for value, name in ends:
+    for value, name in zip([*graph.inputs, *graph.outputs], names, strict=True):
         value.name = name
         if value.shape is not None:
             known = {batch: "batch"}

@@ -30,7 +30,7 @@ from ul2q.exporters.unpacking import Unpacker
 from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.files import beside, replacing_file, replacing_folder
-from ul2q.pipeline.graph.capture import Captured, output_names, quiet
+from ul2q.pipeline.graph.capture import Captured, quiet
 from ul2q.pipeline.graph.layers import LoweredWeight
 from ul2q.pipeline.graph.lower import Lowered
 from ul2q.pipeline.quantize.grid import SATURATION_FREE
@@ -128,7 +128,7 @@ def export_lowered(
     wide = [path for path, weight in lowered.weights.items() if _is_wide(weight)]
     lift_constants(exported)
     narrow(graph)
-    sites = finish(exported, lowered.input_names, output_names(lowered.module), lowered.weights, wide)
+    sites = finish(exported, lowered.input_names, lowered.output_names, lowered.weights, wide)
     entries = {
         "ul2q.version": __version__,
         "ul2q.min_onnxruntime": OPSETS[opset][1],
@@ -185,7 +185,7 @@ def export_float(
     """
     model = _export(captured.module, example, opset)
     _drop_zero_biases(model)
-    finish(model, captured.input_names, output_names(captured.module))
+    finish(model, captured.input_names, captured.output_names)
     model.metadata_props.update(sorted((metadata or {}).items()))
     return ExportedModel(model, {}, {})
 

@@ -66,12 +66,16 @@ class Captured:
 
     Attributes:
         module: the graph; layers are submodules with their original names. It starts in eval mode.
-        input_names: names of the graph's inputs.
+        input_names: names of the inputs: ``input`` if single, those of the arguments if several, unless the
+            model has an attribute with names of its own.
+        output_names: names of the outputs: ``logits`` if single, keys of a dict, ``output_1`` in a tuple,
+            unless the model has an attribute with names of its own.
         notes: what a user should know, for example computed weights that were folded.
     """
 
     module: fx.GraphModule
     input_names: tuple[str, ...]
+    output_names: tuple[str, ...]
     notes: tuple[str, ...] = field(default=())
 
 
@@ -130,8 +134,8 @@ def _capture(model: nn.Module, example: list[Tensor], own_tensors: bool) -> Capt
     captured = Captured(
         # The exported graph shares its tensors with the model; a copy keeps the ties among layers.
         copy_graph(graph) if own_tensors else graph,
-        # A model that takes *inputs may tell what they are called.
-        _given_names(original) or tuple(str(n.target) for n in unlifted.graph.nodes if n.op == "placeholder"),
+        _input_names(original, [str(n.target) for n in unlifted.graph.nodes if n.op == "placeholder"]),
+        tuple(getattr(original, "output_names", None) or _output_names(graph)),
         tuple(builder.notes),
     )
     _compare(original, captured.module, example)
@@ -143,9 +147,12 @@ def _translated(model: nn.Module, example: list[Tensor]) -> nn.Module:
         return as_module(model, example)
 
 
-def _given_names(model: nn.Module) -> tuple[str, ...]:
-    named = isinstance(model, torch.jit.ScriptModule) or hasattr(model, "input_names")
-    return input_names(model) if named else ()
+def _input_names(model: nn.Module, placeholders: list[str]) -> tuple[str, ...]:
+    if hasattr(model, "input_names"):
+        return input_names(model)
+    if len(placeholders) == 1:
+        return ("input",)
+    return input_names(model) if isinstance(model, torch.jit.ScriptModule) else tuple(placeholders)
 
 
 def _dynamic_shapes(model: nn.Module, example: list[Tensor]) -> dict[str, Any]:
@@ -203,8 +210,7 @@ def copy_graph(module: fx.GraphModule, *, own_parameters: bool = True) -> fx.Gra
         return copy.deepcopy(module, dict(shared))
 
 
-def output_names(module: fx.GraphModule) -> list[str]:
-    """Return the names of the outputs: ``logits`` if single, keys of a dict, ``output_1`` in a tuple."""
+def _output_names(module: fx.GraphModule) -> list[str]:
     spec = cast(Any, module.graph._codegen).pytree_info.out_spec
     with quiet():
         leaves, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(range(spec.num_leaves), spec))

@@ -44,6 +44,7 @@ class Lowered:
         code_formats: format of the codes that each named site produces, in execution order.
         layers: the plan of every layer, as prepared.
         input_names: names of the inputs.
+        output_names: names of the outputs.
         output_scales: step of every output that comes straight from codes, else None.
         float_operators: names of the operators that run in float.
     """
@@ -53,6 +54,7 @@ class Lowered:
     code_formats: dict[str, CodeFormat]
     layers: tuple[LayerPlan, ...]
     input_names: tuple[str, ...]
+    output_names: tuple[str, ...]
     output_scales: tuple[float | None, ...]
     float_operators: tuple[str, ...]
 
@@ -106,6 +108,7 @@ class _Lowering:
             self.code_formats,
             self.prepared.layers,
             self.prepared.input_names,
+            self.prepared.output_names,
             tuple(self.output_scales),
             tuple(self.float_operators),
         )

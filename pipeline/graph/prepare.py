@@ -78,7 +78,8 @@ class Prepared:
             :class:`ActivationQuantizer` modules.
         sites: the activation quantisers in execution order.
         layers: the plan of every layer with parameters, in execution order.
-        input_names: names of the graph's inputs.
+        input_names: names of the inputs.
+        output_names: names of the outputs.
         config: the configuration it was prepared for.
         coded: names of the nodes whose value lies on a grid of codes.
     """
@@ -87,6 +88,7 @@ class Prepared:
     sites: tuple[Site, ...]
     layers: tuple[LayerPlan, ...]
     input_names: tuple[str, ...]
+    output_names: tuple[str, ...]
     config: QuantConfig
     coded: frozenset[str]
 
@@ -109,7 +111,7 @@ def prepare(captured: Captured, config: QuantConfig) -> Prepared:
 class _Preparation:
     def __init__(self, captured: Captured, config: QuantConfig) -> None:
         self.config = config
-        self.input_names = captured.input_names
+        self.captured = captured
         # Calibration changes buffers only: without fine-tuning the weights need not be in memory twice.
         self.module = copy_graph(captured.module, own_parameters=config.finetune_epochs > 0)
         self.graph = self.module.graph
@@ -136,7 +138,15 @@ class _Preparation:
         self.graph.lint()
         self.module.recompile()
         coded = frozenset(node.name for node in self.coded)
-        return Prepared(self.module, tuple(self.sites), tuple(plans), self.input_names, self.config, coded)
+        return Prepared(
+            self.module,
+            tuple(self.sites),
+            tuple(plans),
+            self.captured.input_names,
+            self.captured.output_names,
+            self.config,
+            coded,
+        )
 
     def _constant_nodes(self) -> set[fx.Node]:
         """Return the nodes whose value does not depend on the input."""

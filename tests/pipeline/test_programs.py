@@ -87,7 +87,7 @@ def test_programs_have_their_layers_and_outputs(model: Any, tmp_path: Path, save
     save(model, path)
     loaded = load_checkpoint(path, trust_pickle=True).model
     found = capture(loaded, [X[:1]])
-    assert found.input_names == ("x",)
+    assert found.input_names == ("input",)
     with torch.no_grad():
         torch.testing.assert_close(found.module(X), model(X), rtol=1e-5, atol=1e-5)
     layers = {

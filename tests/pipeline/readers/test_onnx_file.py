@@ -216,6 +216,29 @@ def test_names_of_inputs_and_outputs_are_kept(tmp_path: Path) -> None:
     assert [spec.name for spec in live.get_outputs()] == ["y", "scores"]
 
 
+@pytest.mark.parametrize("names", [("data:0", "prob/out"), ("head.bias", "head"), ("_0", "head.weight")])
+def test_a_compressed_file_takes_the_place_of_its_source(names: tuple[str, str], tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    nodes = [
+        helper.make_node("Gemm", [names[0], "w", "b"], ["sum"], name="/head/Gemm", transB=1),
+        helper.make_node("Relu", ["sum"], [names[1]]),
+    ]
+    graph = helper.make_graph(
+        nodes, "g", [helper.make_tensor_value_info(names[0], TensorProto.FLOAT, ["N", 6])],
+        [helper.make_tensor_value_info(names[1], TensorProto.FLOAT, ["N", 5])],
+        [numpy_helper.from_array(weights(5, 6), "w"), numpy_helper.from_array(weights(5), "b")],
+    )  # fmt: skip
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=8), path)
+    np.save(tmp_path / "x.npy", weights(60, 6))
+    report = compress_file(path, QuantConfig(wbits=8), data=str(tmp_path / "x.npy")).report
+    assert report["parity"]["onnxruntime"]["max_steps"] == 0
+    assert [(row["name"], row["quantized"]) for row in report["layers"]] == [("head", True)]
+    assert report["layers"][0]["bytes_quantized"] > 5 * 6 + 5 * 4
+    for file in ("model.onnx", "float.onnx"):
+        live = runtime.session(tmp_path / "m-w8a8" / file)
+        assert [spec.name for spec in (*live.get_inputs(), *live.get_outputs())] == [*names]
+
+
 def test_equal_constants_of_two_layers_do_not_tie_them(tmp_path: Path) -> None:
     nodes = [node("Conv", "x w b", "a"), node("Conv", "a w2 b")]
     path = write(

@@ -14,7 +14,10 @@ from torch import Tensor, nn
 pytest.importorskip("keras", reason="Keras is not installed: pip install 'ul2q[keras]'")
 
 import keras
+import numpy as np
+import onnx
 from keras import layers
+from onnx import TensorProto, helper, numpy_helper
 
 from ul2q.pipeline.cli import execute
 
@@ -126,3 +129,36 @@ def test_what_keras_lacks_is_told_before_calibration(
     run(capsys, *common, "--resume", "--to", "onnx", "--quiet")
     assert (folder / "model.onnx").exists()
     assert not (folder / "model.keras").exists()
+
+
+def test_a_network_with_names_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rng = np.random.default_rng(0)
+    nodes = [
+        helper.make_node("Gemm", ["data:0", "w", "b"], ["sum"], name="/head/Gemm", transB=1),
+        helper.make_node("Relu", ["sum"], ["head/out"]),
+    ]
+    graph = helper.make_graph(
+        nodes, "g", [helper.make_tensor_value_info("data:0", TensorProto.FLOAT, ["N", 6])],
+        [helper.make_tensor_value_info("head/out", TensorProto.FLOAT, ["N", 5])],
+        [numpy_helper.from_array(rng.normal(size=(5, 6)).astype(np.float32), "w"),
+         numpy_helper.from_array(rng.normal(size=5).astype(np.float32), "b")],
+    )  # fmt: skip
+    path = tmp_path / "m.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=8), path)
+    np.save(tmp_path / "x.npy", rng.normal(size=(60, 6)).astype(np.float32))
+    common = (
+        "compress",
+        path,
+        "--wbits",
+        4,
+        "--epochs",
+        0,
+        "--data",
+        tmp_path / "x.npy",
+        "--quiet",
+        "--json",
+    )
+    report = json.loads(run(capsys, *common, "--epochs", 0, "--to", "onnx,keras"))
+    assert report["parity"]["keras"]["max_abs"] == 0
+    written = keras.saving.load_model(tmp_path / "m-w4a8" / "model.keras")
+    assert [tensor.name for tensor in written.inputs] == ["data_0"]
