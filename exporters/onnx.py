@@ -6,12 +6,12 @@ same bytes in every folder and process.
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import onnx_ir as ir
 import torch
 from onnxscript import optimizer
@@ -147,7 +147,8 @@ def _pack_weights(graph: ir.Graph, weights: Mapping[str, LoweredWeight], storage
     forms: dict[str, str] = {}
     packed: dict[bytes, ir.Value] = {}
     for path, weight in weights.items():
-        content = weight.stored.tobytes() + repr((weight.stored.shape, weight.grid.zero_point)).encode()
+        shape = repr((weight.stored.shape, weight.grid.zero_point)).encode()
+        content = hashlib.sha256(weight.stored.tobytes() + shape).digest()
         if content in packed and _is_wide(weight):  # see finishing: it cannot be shared
             forms[path] = "plain"
         elif content in packed:
@@ -160,7 +161,7 @@ def _pack_weights(graph: ir.Graph, weights: Mapping[str, LoweredWeight], storage
 
 
 def _is_wide(weight: LoweredWeight) -> bool:
-    return bool(np.abs(weight.stored.astype(np.int16)).max() > SATURATION_FREE)
+    return max(int(weight.stored.max()), -int(weight.stored.min())) > SATURATION_FREE
 
 
 def export_float(

@@ -44,15 +44,16 @@ def pack(codes: NDArray[np.int8], k: int) -> list[NDArray[np.uint8]]:
     Raises:
         ValueError: a code needs more than k bits.
     """
-    unsigned = codes.astype(np.int16).reshape(-1) + 2 ** (k - 1)
-    if unsigned.size and (unsigned.min() < 0 or unsigned.max() >= 2**k):
+    half = 2 ** (k - 1)
+    if codes.size and (codes.min() < -half or codes.max() >= half):
         raise ValueError(f"codes from {codes.min()} to {codes.max()} do not fit {k} bits")
+    unsigned = codes.reshape(-1).view(np.uint8) + np.uint8(half)  # wraps round as it should
     padded = np.pad(unsigned, (0, -len(unsigned) % (_GROUP if len(PLANES[k]) > 1 else 8 // k)))
     planes, shift = [], 0
     for bits in PLANES[k]:
-        field = (padded >> shift) & (2**bits - 1)
-        rows = field.reshape(-1, 8 // bits) << (np.arange(8 // bits) * bits)
-        planes.append(rows.sum(1).astype(np.uint8))
+        field = (padded >> np.uint8(shift)) & np.uint8(2**bits - 1)
+        rows = field.reshape(-1, 8 // bits) << (np.arange(8 // bits, dtype=np.uint8) * np.uint8(bits))
+        planes.append(np.bitwise_or.reduce(rows, axis=1))
         shift += bits
     return planes
 

@@ -21,6 +21,7 @@ from ul2q.pipeline.progress import Progress
 from ul2q.pipeline.resume import Kept
 from ul2q.pipeline.synthetic import SPEC
 from ul2q.pipeline.tasks import Classification, Task
+from ul2q.runtimes.memory import return_freed_memory
 
 # Input elements of a calibration batch: the activations of large images would take much memory in 64 copies.
 _CALIBRATION_ELEMENTS = 2**18
@@ -71,6 +72,7 @@ class Work:
         started = time.perf_counter()
         with within(stage=name):
             yield
+        return_freed_memory()
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
     @property

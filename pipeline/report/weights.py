@@ -5,14 +5,15 @@ Shapes: a weight is [C, …], output channels first; α and β are [] or [C].
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ul2q.pipeline.quantize.ul2q import along
-
 BINS: Final = 64
+_PIECE: Final = 2**18
 _REACH: Final = 8.0
 """Bins reach at most so many standard deviations from the mean: a lone outlier would leave one bar."""
 
@@ -29,17 +30,26 @@ def histogram(w: NDArray[Any], alpha: ArrayLike, beta: ArrayLike) -> dict[str, A
         The fields of ``report.schema.WeightHistogram``; None if no channel has a step.
     """
     steps, offsets = np.asarray(alpha, np.float64), np.asarray(beta, np.float64)
-    values = np.array(w, np.float64)  # a copy, to be changed in place: weights may be large
+    rows = w.reshape(len(steps), -1) if steps.ndim else w.reshape(1, -1)
     if steps.ndim:
         varies = steps > 0
         if not varies.any():
             return None
-        values = values[varies] - along(offsets[varies], values.ndim, 0, np)
-        values = values / along(steps[varies], values.ndim, 0, np)
-    mean, reach = values.mean(), _REACH * values.std()
-    low, high = max(values.min(), mean - reach), min(values.max(), mean + reach)
-    outside = int(np.count_nonzero(values < low) + np.count_nonzero(values > high))
-    counts, edges = np.histogram(np.clip(values, low, high, out=values), BINS, (low, high))
+        rows, steps, offsets = (v if varies.all() else v[varies] for v in (rows, steps, offsets))
+
+    def values() -> Iterator[NDArray[np.float64]]:
+        for (part, _), piece in _pieces(rows):
+            yield (piece - offsets[part, None]) / steps[part, None] if steps.ndim else piece
+
+    mean = sum(float(piece.sum()) for piece in values()) / rows.size
+    reach = _REACH * math.sqrt(sum(float(((piece - mean) ** 2).sum()) for piece in values()) / rows.size)
+    low = max(min(float(piece.min()) for piece in values()), mean - reach)
+    high = min(max(float(piece.max()) for piece in values()), mean + reach)
+    outside, counts = 0, np.zeros(BINS, np.int64)
+    for piece in values():
+        outside += int(np.count_nonzero(piece < low) + np.count_nonzero(piece > high))
+        found, edges = np.histogram(np.clip(piece, low, high), BINS, (low, high))
+        counts += found
     return {
         "unit": "step" if steps.ndim else "weight",
         "low": float(edges[0]),
@@ -64,11 +74,20 @@ def loss(w: NDArray[Any], w_q: NDArray[Any], *, per_channel: bool) -> float | No
         The ratio; None if no weight differs from its mean.
     """
     rows = w.reshape(len(w) if per_channel else 1, -1)
-    spread = _squares(rows, rows.mean(axis=1, keepdims=True, dtype=np.float64))
-    return _squares(w, w_q) / spread if spread > 0 else None
+    quantised = w_q.reshape(rows.shape)
+    means = rows.mean(axis=1, dtype=np.float64)
+    spread = error = 0.0
+    for (part, columns), piece in _pieces(rows):
+        spread += float(((piece - means[part, None]) ** 2).sum())
+        error += float(((piece - quantised[part, columns]) ** 2).sum())
+    return error / spread if spread > 0 else None
 
 
-def _squares(a: NDArray[Any], b: NDArray[Any]) -> float:
-    """Return the sum of (a − b)², with one array in between."""
-    difference = np.subtract(a, b, dtype=np.float64).ravel()
-    return float(np.einsum("i,i->", difference, difference))
+def _pieces(rows: NDArray[Any]) -> Iterator[tuple[tuple[slice, slice], NDArray[np.float64]]]:
+    """Yield parts of ``rows`` [R, n] in float64, and where they lie: a wide copy of all would take memory."""
+    width = min(rows.shape[1], _PIECE)
+    height = max(1, _PIECE // width)
+    for top in range(0, len(rows), height):
+        for left in range(0, rows.shape[1], width):
+            place = slice(top, top + height), slice(left, left + width)
+            yield place, rows[place].astype(np.float64)
