@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib
-import io
 import operator
 import pickle
 import re
@@ -24,11 +23,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ul2q import models
-from ul2q.pipeline import files, weights
+from ul2q.pipeline import weights
 from ul2q.pipeline.data import Preprocess
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.programs import from_exported
 from ul2q.pipeline.sniff import Kind, sniff
+from ul2q.pipeline.tensor_files import write_tensors
 
 #: value of ``format`` in a file of ours
 FORMAT = "ul2q.model/1"
@@ -433,40 +433,4 @@ def save_checkpoint(
         "epoch": epoch,
         "rng": rng,
     }
-    files.write_bytes(Path(path), to_bytes(content))
-
-
-def to_bytes(content: Any) -> bytes:
-    """Return ``content`` as torch.save writes it, the same bytes for equal contents.
-
-    Args:
-        content: plain types, containers of them, and tensors.
-
-    Returns:
-        A file that loads with ``weights_only=True``.
-    """
-    buffer = io.BytesIO()
-    torch.save(_canonical(content, {}, {}), buffer)
-    return buffer.getvalue()
-
-
-def _canonical(value: Any, strings: dict[str, str], tensors: dict[Any, torch.Tensor]) -> Any:
-    """Return ``value`` rebuilt so that what is shared depends on equality only, as pickle writes sharing.
-
-    Raises:
-        TypeError: ``value`` is neither a plain type nor a tensor.
-    """
-    if isinstance(value, np.generic):  # before float, which np.float64 is
-        value = value.item()
-    if value is None or isinstance(value, bool | int | float | bytes):
-        return value
-    if isinstance(value, str):
-        return strings.setdefault(value, value)
-    if isinstance(value, torch.Tensor):
-        same = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), value.storage_offset())
-        return tensors.setdefault(same, value.detach().cpu().clone().contiguous())
-    if isinstance(value, Mapping):
-        return {_canonical(k, strings, tensors): _canonical(v, strings, tensors) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)([_canonical(v, strings, tensors) for v in value])
-    raise TypeError(f"a checkpoint holds plain types and tensors only, not {type(value).__name__}")
+    write_tensors(Path(path), content)

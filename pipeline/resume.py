@@ -6,7 +6,6 @@ beside the output. It belongs to one network, one configuration and one split of
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import pickle
 from collections.abc import Mapping
@@ -18,9 +17,10 @@ import torch
 from ul2q import __version__
 from ul2q.pipeline.calibrate import BatchNormChoice
 from ul2q.pipeline.errors import JobError, UsageError
-from ul2q.pipeline.files import beside, replacing_file
+from ul2q.pipeline.files import beside
 from ul2q.pipeline.finetune import EpochResult
 from ul2q.pipeline.graph.prepare import Prepared
+from ul2q.pipeline.tensor_files import write_as_it_is
 
 FORMAT = "ul2q.unfinished/1"
 _DAMAGED = (RuntimeError, EOFError, ValueError, LookupError, TypeError, OSError, pickle.UnpicklingError)
@@ -114,8 +114,7 @@ class Kept:
             "tuning": None if tuning is None else dict(tuning),
             "tuned": tuned,
         }
-        with replacing_file(self.path) as temporary, _plain_errors():
-            torch.save(content, temporary)
+        write_as_it_is(self.path, content)
 
     def epochs(self) -> list[EpochResult]:
         """Return the results of the epochs that were found."""
@@ -135,20 +134,3 @@ def key_of(config: Mapping[str, Any], sha256: str, data: Mapping[str, Any]) -> d
         data: what a checkpoint records of the data.
     """
     return {"ul2q": __version__, **config, "model": sha256, "data": repr(dict(data))}
-
-
-@contextlib.contextmanager
-def _plain_errors() -> Any:
-    """Tell a full disk as such: torch.save only says that it wrote fewer bytes than it wanted.
-
-    Yields:
-        Nothing.
-
-    Raises:
-        JobError: writing failed.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        raise JobError(f"the state could not be kept, probably the disk is full: {reason}") from error

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from ul2q import __version__
 from ul2q.pipeline import measure, mirror
-from ul2q.pipeline.checkpoint import save_checkpoint, to_bytes
+from ul2q.pipeline.checkpoint import save_checkpoint
 from ul2q.pipeline.data import Dataset, input_batches
 from ul2q.pipeline.errors import JobError, UsageError, quantity
-from ul2q.pipeline.files import write_bytes
 from ul2q.pipeline.graph.folding import float_state_dict
 from ul2q.pipeline.graph.lower import Lowered
 from ul2q.pipeline.report import page, render, schema
+from ul2q.pipeline.tensor_files import write_tensors
 from ul2q.pipeline.verify import verify
 from ul2q.pipeline.work import Work
 
@@ -53,7 +53,7 @@ def write(compressed: CompressedModel, folder: Path, with_keras: bool) -> dict[s
             state_dict=float_state_dict(work.model, compressed.prepared),
         )  # fmt: skip
     else:
-        write_bytes(folder / "checkpoint.pt", to_bytes(float_state_dict(work.model, compressed.prepared)))
+        write_tensors(folder / "checkpoint.pt", float_state_dict(work.model, compressed.prepared))
     with work.stage("verify"):
         inputs = _first_samples(work.data.test or work.train, _VERIFIED_SAMPLES)
         parity, _ = verify(files.quantized, lowered, compressed.exported.code_tensors, inputs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 import subprocess
 import sys
 import zipfile
@@ -18,7 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ul2q import models
-from ul2q.pipeline.checkpoint import build_network, load_checkpoint, save_checkpoint, to_bytes
+from ul2q.pipeline.checkpoint import build_network, load_checkpoint, save_checkpoint
 from ul2q.pipeline.data import Preprocess
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.weights import fit, match_names
@@ -499,20 +498,6 @@ def test_same_content_gives_the_same_bytes(path: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     assert again.read_bytes() == path.read_bytes()
     assert load_checkpoint(again).sha256 == content.sha256
-
-
-def test_bytes_do_not_depend_on_shared_strings_or_views() -> None:
-    base = torch.arange(6.0)
-    text = "".join(["ab", "c"])
-    first = to_bytes({"a": "abc", "b": "abc", "t": base[2:4]})
-    assert to_bytes({"a": text, "b": "".join(["a", "bc"]), "t": torch.tensor([2.0, 3.0])}) == first
-    assert len(to_bytes({"t": torch.zeros(10_000)[:1]})) < 2000
-    assert torch.load(io.BytesIO(first), weights_only=True)["t"].tolist() == [2.0, 3.0]
-
-
-def test_objects_are_not_written() -> None:
-    with pytest.raises(TypeError, match="plain types and tensors only, not set"):
-        to_bytes({"a": {1, 2}})
 
 
 def test_recorded_network_can_be_overridden(path: Path) -> None:

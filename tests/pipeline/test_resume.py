@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from ul2q.pipeline import compress as module
-from ul2q.pipeline.checkpoint import to_bytes
 from ul2q.pipeline.compress import compress_file
 from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.graph.folding import float_state_dict
 from ul2q.pipeline.resume import Kept, unfinished_path
+from ul2q.pipeline.tensor_files import write_tensors
 
 NETWORK = """
 from torch import nn
@@ -49,7 +49,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
         # What the other files hold is measured, and takes longer than all that is tested here.
         (folder / "model.onnx").write_bytes(compressed.exported.to_bytes())
         state = float_state_dict(compressed._work.model, compressed.prepared)
-        (folder / "checkpoint.pt").write_bytes(to_bytes(state))
+        write_tensors(folder / "checkpoint.pt", state)
         (folder / "report.json").write_text(json.dumps([e.loss for e in compressed._work.epochs]))
         return dict(compressed.report)
 
