@@ -50,7 +50,7 @@ class Unpacker:
         form = self._form(weight)
         if form == "plain":
             return form, old
-        shape = weight.codes.shape
+        shape = weight.stored.shape
         if form == "int2":
             stored = self._typed(stem, weight)
         else:
@@ -66,7 +66,7 @@ class Unpacker:
         return form, stored
 
     def _form(self, weight: LoweredWeight) -> str:
-        k, size = weight.grid.k, weight.codes.size
+        k, size = weight.grid.k, weight.stored.size
         if k == 8:
             return "plain"
         if self.storage == "int2" and k in _TYPED:
@@ -108,7 +108,7 @@ class Unpacker:
 
     def _trim(self, value: ir.Value, planes: Sequence[NDArray[np.uint8]], weight: LoweredWeight) -> ir.Value:
         """Return ``value`` without the padding of the last byte."""
-        size, k = weight.codes.size, weight.grid.k
+        size, k = weight.stored.size, weight.grid.k
         if len(planes[0]) * (8 // packing.PLANES[k][0]) == size:
             return value
         stem = weight.layer
@@ -118,7 +118,7 @@ class Unpacker:
     def _add_offsets(self, stem: str, wide: ir.Value, weight: LoweredWeight) -> ir.Value:
         grid = weight.grid
         offsets = (grid.offset + grid.zero_point).astype(np.int32)
-        shape = (-1, *[1] * (weight.codes.ndim - 1))
+        shape = (-1, *[1] * (weight.stored.ndim - 1))
         total = self._node("Add", stem, wide, self._initializer(f"{stem}.offset", offsets.reshape(shape)))
         return self._node("Cast", stem, total, to=ir.DataType.INT8)
 
@@ -131,7 +131,7 @@ class Unpacker:
         factor = self._shared(f"times{grid.multiplier}", np.asarray(grid.multiplier, np.int32))
         wide = self._node("Mul", stem, wide, factor)
         offset = (grid.offset + grid.zero_point).astype(np.int32)
-        offset = offset.reshape(-1, *[1] * (weight.codes.ndim - 1)) if offset.ndim else offset
+        offset = offset.reshape(-1, *[1] * (weight.stored.ndim - 1)) if offset.ndim else offset
         wide = self._node("Add", stem, wide, self._initializer(f"{stem}.offset", offset))
         return self._node("Cast", stem, wide, to=ir.DataType.INT8)
 

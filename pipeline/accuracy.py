@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,8 @@ from torch import nn
 
 from ul2q.pipeline.data import Dataset, input_batches
 from ul2q.pipeline.errors import UsageError
+
+_LARGEST_BATCH, _BATCH_ELEMENTS = 250, 2**18
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,13 @@ class Accuracy:
     top5: float | None
 
 
+def evaluation_batch(shape: Sequence[int]) -> int:
+    """Return how many samples of ``shape`` to run at a time: few large ones, as activations take memory."""
+    return max(1, min(_LARGEST_BATCH, _BATCH_ELEMENTS // max(math.prod(shape), 1)))
+
+
 def measure_accuracy(
-    model: nn.Module | Callable[..., torch.Tensor], dataset: Dataset, batch_size: int = 250
+    model: nn.Module | Callable[..., torch.Tensor], dataset: Dataset, batch_size: int | None = None
 ) -> Accuracy:
     """Return the accuracy of ``model`` on ``dataset``.
 
@@ -36,7 +44,7 @@ def measure_accuracy(
         model: maps inputs [N, ...] to scores [N, classes]; a module is measured in eval mode and left as it
             was.
         dataset: samples with labels.
-        batch_size: samples at a time.
+        batch_size: samples at a time; None lets their size decide.
 
     Returns:
         The accuracy; of equal scores the lower class counts as the higher.
@@ -50,7 +58,7 @@ def measure_accuracy(
     first = among = samples = classes = 0
     try:
         with torch.inference_mode():
-            for inputs, y in input_batches(dataset, batch_size):
+            for inputs, y in input_batches(dataset, batch_size or evaluation_batch(dataset.shape)):
                 scores = model(*inputs)
                 if y is None:
                     raise UsageError("accuracy needs labels, the data have none")

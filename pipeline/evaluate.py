@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from tokenize import TokenError
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from ul2q.pipeline.errors import UsageError, quantity
 from ul2q.pipeline.files import write_bytes
 from ul2q.pipeline.progress import Progress
 from ul2q.runtimes import onnxruntime as runtime
+from ul2q.runtimes.memory import large_blocks_returned
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -177,7 +179,7 @@ def run_file(
             byte arrays are preprocessed as the model records; other arrays are the model's input itself. An
             .npz file holds an array for each input, by the inputs' names or as x1, x2, …
         changes: fields of the recorded preprocessing to replace, "resize" and "crop".
-        low_memory: run one sample at a time; also see ``runtime.session``.
+        low_memory: run one sample at a time, and give all memory back as soon as it is free.
 
     Returns:
         The model's first output [N, ...].
@@ -185,12 +187,13 @@ def run_file(
     Raises:
         UsageError: model or inputs cannot be used, such as inputs with NaN, or do not fit each other.
     """
-    live = runtime.session(model, low_memory=low_memory)
-    step = 1 if low_memory else _BATCH
-    if inputs.suffix == ".npz":
-        return next(iter(runtime.run(live, _named_inputs(inputs, live), step).values()))
-    x = _read_inputs(inputs, model, changes or {}, _fixed(live.get_inputs()[0].shape[1:]))
-    return next(iter(runtime.run(live, x, step).values()))
+    with large_blocks_returned() if low_memory else nullcontext():
+        live = runtime.session(model, low_memory=low_memory)
+        step = 1 if low_memory else _BATCH
+        if inputs.suffix == ".npz":
+            return next(iter(runtime.run(live, _named_inputs(inputs, live), step).values()))
+        x = _read_inputs(inputs, model, changes or {}, _fixed(live.get_inputs()[0].shape[1:]))
+        return next(iter(runtime.run(live, x, step).values()))
 
 
 def _named_inputs(path: Path, live: Any) -> dict[str, Array]:

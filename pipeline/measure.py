@@ -36,7 +36,7 @@ class OnnxModule(nn.Module):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self.live = runtime.session(path)
+        self.live = runtime.session(path, low_memory=True)  # beside the networks in torch
         self.input_names = tuple(spec.name for spec in self.live.get_inputs())
 
     def forward(self, *inputs: Tensor) -> Tensor:
@@ -134,19 +134,11 @@ def _activations(prepared: Prepared) -> list[dict[str, Any]]:
 def constant_channels(weights: dict[str, LoweredWeight]) -> list[str]:
     """Return a note for every layer with channels that batch norm turned into constants."""
     return [
-        f"{weight.layer}: {len(weight.constant_channels)} of {len(weight.codes)} output channels are "
+        f"{weight.layer}: {len(weight.constant_channels)} of {len(weight.stored)} output channels are "
         "constant: their scale is 0 or vanishes beside the bias"
         for weight in weights.values()
         if weight.constant_channels
     ]
-
-
-def sizes(files: Files) -> dict[str, Any]:
-    """Return the sizes of the files in bytes."""
-    return {
-        "float_onnx_bytes": runtime.file_bytes(files.float),
-        "onnx_bytes": runtime.file_bytes(files.quantized),
-    }
 
 
 def counted(prepared: Prepared) -> dict[str, Any]:
@@ -178,8 +170,8 @@ def memory(files: Files) -> dict[str, Any]:
 
 
 def latency(files: Files, threads: int = 1) -> dict[str, Any]:
-    """Return the time of both files, measured in turns in one process."""
-    result = runtime.bench(files.quantized, files.float, threads=threads, runs=_BENCH_RUNS)
+    """Return the time of both files, measured in turns in one process of their own."""
+    result = runtime.bench_apart(files.quantized, files.float, threads=threads, runs=_BENCH_RUNS)
     return {
         "float": result["against_median_ms"],
         "quantized": result["median_ms"],

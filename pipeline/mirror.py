@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from ul2q.pipeline.errors import JobError, UsageError
 from ul2q.pipeline.graph.lower import Lowered
 from ul2q.pipeline.verify import Comparison, Parity, run_with_codes
 
-_SAMPLES_AT_A_TIME = 100
+_SAMPLES_AT_A_TIME = 125
 #: what TensorFlow logs without anything being wrong
 _NOTE = re.compile(rb"I\d{4} |WARNING: All log messages before absl::InitializeLog")
 
@@ -96,7 +96,7 @@ def write_mirror(onnx: Path, path: Path) -> Any:
     return runtime.files.load_keras(path)
 
 
-def mirror_parity(path: Path, model: Any, lowered: Lowered, inputs: Tensor) -> Parity:
+def mirror_parity(path: Path, model: Any, lowered: Lowered, batches: Iterable[Tensor]) -> Parity:
     """Return how a Keras model agrees with the lowered torch network, code for code.
 
     Raises:
@@ -106,13 +106,14 @@ def mirror_parity(path: Path, model: Any, lowered: Lowered, inputs: Tensor) -> P
     names = codes_of.coded_layers(model)
     sites = {name: name for name in lowered.code_formats if name in names}
     comparison = Comparison(sites)
-    for start in range(0, len(inputs), _SAMPLES_AT_A_TIME):
-        x = inputs[start : start + _SAMPLES_AT_A_TIME]
+    samples = 0
+    for x in (part for batch in batches for part in batch.split(_SAMPLES_AT_A_TIME)):
+        samples += len(x)
         ours, codes = run_with_codes(lowered, [x])
         theirs, values = codes_of.run_with_codes(model, x.numpy(), batch=_SAMPLES_AT_A_TIME)
         comparison.add_codes(codes, {site: _shaped(values[site], codes[site].shape) for site in sites})
         comparison.add_outputs(ours, theirs, lowered.output_scales)
-    parity = comparison.parity(len(inputs))
+    parity = comparison.parity(samples)
     allowed = 1 if lowered.float_operators else 0
     if parity.first_steps > allowed or (not sites and parity.relative > 1e-4):
         raise JobError(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ul2q import models
-from ul2q.pipeline.accuracy import measure_accuracy
+from ul2q.pipeline.accuracy import evaluation_batch, measure_accuracy
 from ul2q.pipeline.data import Dataset, DataSplits, input_batches
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.finetune import default_loss
@@ -27,8 +27,6 @@ from ul2q.pipeline.saliency import SaliencySums
 #: from inputs [N, ...] to a model's output [N, ...]
 Model = nn.Module | Callable[..., Tensor]
 
-#: samples at a time where no gradients are kept, and numbers of inputs at a time with maps as outputs
-_BATCH, _NUMBERS = 250, 2**20
 #: half a step of an 8-bit probability: nearer to 0 and 1 the quantised logarithm has no meaning
 _EDGE: Final = 1 / 510
 _BEYOND: Final = 0.25
@@ -139,7 +137,7 @@ class Classification(Task):
         """Return samples, right answers, right ones among five, and samples with more than five classes."""
         if dataset is None:
             return [0.0] * 4
-        found = measure_accuracy(model, dataset, batch_size or _BATCH)
+        found = measure_accuracy(model, dataset, batch_size)
         n, five = found.samples, found.top5
         among = [0.0, 0.0] if five is None else [float(round(five * n)), float(n)]
         return [float(n), float(round(found.top1 * n)), *among]
@@ -227,7 +225,7 @@ class Dense(Task):
         sums = SaliencySums.empty()
         if dataset is None:
             return sums.values.tolist()
-        size = batch_size or max(1, min(_BATCH, _NUMBERS // int(np.prod(dataset.shape))))
+        size = batch_size or evaluation_batch(dataset.shape)
         with _evaluating(model), torch.inference_mode():
             for inputs, masks in input_batches(dataset, size):
                 outputs = model(*inputs)

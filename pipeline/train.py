@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ul2q import models
+from ul2q.pipeline.accuracy import evaluation_batch
 from ul2q.pipeline.checkpoint import Checkpoint, load_checkpoint, load_encoder, save_checkpoint
 from ul2q.pipeline.config import TrainConfig
 from ul2q.pipeline.data import Dataset, DataSplits, batches, load_data
@@ -37,8 +38,6 @@ from ul2q.pipeline.training.update import Updater, make_optimizer
 
 #: fields in which a resumed run may differ: they say where it runs, not what it computes
 _ELSEWHERE = frozenset({"device", "sync_bn"})
-#: samples at a time where no gradients are kept
-_EVALUATION_BATCH = 250
 
 
 class DivergedError(JobError):
@@ -305,7 +304,7 @@ class _Run:
             self.model,
             (
                 (x.to(device), None if y is None else y.to(device))
-                for x, y in batches(self.train.subset(rows), _EVALUATION_BATCH)
+                for x, y in batches(self.train.subset(rows), evaluation_batch(self.train.shape))
             ),
             fisher=self.config.fisher,
             seed=self.config.seed,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from ul2q.pipeline.errors import JobError, UsageError, quantity
 from ul2q.pipeline.graph.lower import Lowered
 from ul2q.runtimes import onnxruntime as runtime
+from ul2q.runtimes.memory import large_blocks_returned, return_freed_memory
 
 # Bytes of intermediate codes that are held at a time.
 _BYTES_AT_A_TIME = 2**24
@@ -60,7 +61,7 @@ class Parity:
 
 
 def verify(
-    path: Path, lowered: Lowered, code_tensors: Mapping[str, str], inputs: Sequence[Tensor]
+    path: Path, lowered: Lowered, code_tensors: Mapping[str, str], batches: Iterable[Sequence[Tensor]]
 ) -> tuple[Parity, NDArray[Any]]:
     """Run the file and the lowered network on the same inputs.
 
@@ -68,7 +69,7 @@ def verify(
         path: the ONNX file.
         lowered: the network it was written from.
         code_tensors: tensor in the file for each activation site.
-        inputs: one tensor [N, …] per input of the network.
+        batches: inputs of the network, one tensor [N, …] for each input; N may differ between batches.
 
     Returns:
         The agreement, and the first output of the file [N, …].
@@ -77,20 +78,21 @@ def verify(
         JobError: the file does not reproduce the network.
     """
     comparison = Comparison(code_tensors)
-    step = _samples_at_a_time(lowered, inputs)
     live, outputs = _session_with(path, list(code_tensors.values()))
     names = [spec.name for spec in live.get_inputs()]
     fetched = [*dict.fromkeys([*code_tensors.values(), *outputs])]
-    first_output = []
-    for start in range(0, len(inputs[0]), step):
-        chunk = [x[start : start + step] for x in inputs]
-        ours, codes = run_with_codes(lowered, chunk)
-        feeds = {name: x.numpy() for name, x in zip(names, chunk, strict=True)}
-        values = dict(zip(fetched, live.run(fetched, feeds), strict=True))
-        comparison.add_codes(codes, values)
-        comparison.add_outputs(ours, [values[name] for name in outputs], lowered.output_scales)
-        first_output.append(values[outputs[0]])
-    parity = comparison.parity(len(inputs[0]))
+    first_output, samples = [], 0
+    return_freed_memory()  # loading takes much more for a moment
+    with large_blocks_returned():
+        for chunk in _chunks(lowered, batches):
+            samples += len(chunk[0])
+            ours, codes = run_with_codes(lowered, chunk)
+            feeds = {name: x.numpy() for name, x in zip(names, chunk, strict=True)}
+            values = dict(zip(fetched, live.run(fetched, feeds), strict=True))
+            comparison.add_codes(codes, values)
+            comparison.add_outputs(ours, [values[name] for name in outputs], lowered.output_scales)
+            first_output.append(values[outputs[0]])
+    parity = comparison.parity(samples)
     _judge(path, parity, lowered)
     return parity, np.concatenate(first_output)
 
@@ -104,7 +106,7 @@ def _session_with(path: Path, tensors: Sequence[str]) -> tuple[Any, list[str]]:
     model, folder = runtime.with_outputs(path, tensors)
     outputs = [output.name for output in runtime.load_model(path, external_data=False).graph.output]
     try:
-        return runtime.session(model, folder=folder), outputs
+        return runtime.session(model, folder=folder, low_memory=True), outputs
     except UsageError as error:  # of anyone else's file it would be the user's business
         raise JobError(f"{path.name} does not load in this ONNX Runtime: {error}") from error
 
@@ -132,10 +134,16 @@ def run_with_codes(lowered: Lowered, inputs: Sequence[Tensor]) -> tuple[list[Ten
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)], codes
 
 
-def _samples_at_a_time(lowered: Lowered, inputs: Sequence[Tensor]) -> int:
-    _, codes = run_with_codes(lowered, [x[:1] for x in inputs])
-    per_sample = sum(c.numel() for c in codes.values()) + sum(x[:1].numel() * 4 for x in inputs)
-    return int(max(1, min(len(inputs[0]), _BYTES_AT_A_TIME // max(per_sample, 1))))
+def _chunks(lowered: Lowered, batches: Iterable[Sequence[Tensor]]) -> Iterator[list[Tensor]]:
+    """Yield the inputs again, so many samples at a time that their codes take little memory."""
+    step = None
+    for inputs in batches:
+        if step is None:
+            _, codes = run_with_codes(lowered, [x[:1] for x in inputs])
+            per_sample = sum(c.numel() for c in codes.values()) + sum(x[:1].numel() * 4 for x in inputs)
+            step = max(1, _BYTES_AT_A_TIME // max(per_sample, 1))
+        for start in range(0, len(inputs[0]), step):
+            yield [x[start : start + step] for x in inputs]
 
 
 class Comparison:

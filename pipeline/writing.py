@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from ul2q import __version__
 from ul2q.pipeline import measure, mirror
+from ul2q.pipeline.accuracy import evaluation_batch
 from ul2q.pipeline.checkpoint import save_checkpoint
 from ul2q.pipeline.data import Dataset, input_batches
 from ul2q.pipeline.errors import JobError, UsageError, quantity
@@ -20,6 +22,7 @@ from ul2q.pipeline.report import page, render, schema
 from ul2q.pipeline.tensor_files import write_tensors
 from ul2q.pipeline.verify import verify
 from ul2q.pipeline.work import Work
+from ul2q.runtimes.memory import return_freed_memory
 
 if TYPE_CHECKING:
     from ul2q.pipeline.compress import CompressedModel
@@ -41,8 +44,10 @@ def write(compressed: CompressedModel, folder: Path, with_keras: bool) -> dict[s
     """
     work, lowered = compressed._work, compressed.lowered
     files = measure.Files(folder / "model.onnx", folder / "float.onnx")
-    compressed.exported.save(files.quantized)
-    compressed.exported_float.save(files.float)
+    size = {
+        "onnx_bytes": compressed.exported.save(files.quantized),
+        "float_onnx_bytes": compressed.exported_float.save(files.float),
+    }
     (folder / "config.json").write_text(json.dumps(compressed.config.to_dict(), indent=2) + "\n")
     source = work.source
     if source is not None and source.arch is not None:
@@ -54,14 +59,15 @@ def write(compressed: CompressedModel, folder: Path, with_keras: bool) -> dict[s
         )  # fmt: skip
     else:
         write_tensors(folder / "checkpoint.pt", float_state_dict(work.model, compressed.prepared))
+    return_freed_memory()
     with work.stage("verify"):
-        inputs = _first_samples(work.data.test or work.train, _VERIFIED_SAMPLES)
-        parity, _ = verify(files.quantized, lowered, compressed.exported.code_tensors, inputs)
+        samples = partial(_first_samples, work.data.test or work.train, _VERIFIED_SAMPLES)
+        parity, _ = verify(files.quantized, lowered, compressed.exported.code_tensors, samples())
         work.progress.line(
             f"verified {quantity(parity.sites, 'activation site')} on {quantity(parity.samples, 'sample')}: "
             f"{quantity(parity.differing_codes, 'differing code')}"
         )
-        twin, keras_parity = _write_keras(compressed, folder, inputs) if with_keras else (None, None)
+        twin, keras_parity = _write_keras(compressed, folder, samples()) if with_keras else (None, None)
     with work.stage("report"):
         counted = measure.counted(compressed.prepared)
         values = {
@@ -76,7 +82,7 @@ def write(compressed: CompressedModel, folder: Path, with_keras: bool) -> dict[s
             "config": compressed.config.to_dict(),
             "seed": compressed.config.seed,
             **compressed.report,
-            "size": measure.sizes(files) | _keras_size(folder),
+            "size": size | _keras_size(folder),
             **counted,
             "memory": counted["memory"] | measure.memory(files),
             **_accuracies(work, lowered, files, twin),
@@ -98,7 +104,7 @@ def data_name(work: Work) -> str:
 
 
 def _write_keras(
-    compressed: CompressedModel, folder: Path, inputs: list[Tensor]
+    compressed: CompressedModel, folder: Path, batches: Iterable[Sequence[Tensor]]
 ) -> tuple[Any, dict[str, Any]]:
     """Write model.keras into ``folder`` and compare it.
 
@@ -113,7 +119,7 @@ def _write_keras(
     progress = work.progress
     try:
         twin = mirror.write_mirror(folder / "model.onnx", path)
-        parity = mirror.mirror_parity(path, twin, compressed.lowered, inputs[0])
+        parity = mirror.mirror_parity(path, twin, compressed.lowered, (inputs[0] for inputs in batches))
     except (UsageError, JobError) as error:
         how = "run again with --resume --to onnx" if work.kept is not None else "leave keras out of `to`"
         raise type(error)(f"{error}; the ONNX file is verified: {how} to get it") from error
@@ -128,12 +134,12 @@ def _keras_size(folder: Path) -> dict[str, Any]:
 
 def _accuracies(work: Work, lowered: Lowered, files: measure.Files, twin: Any) -> dict[str, Any]:
     """Return the fields ``accuracy`` and ``metrics``; neither without labelled test samples."""
-    before, after = (work.test_metrics(module) for module in (work.model, lowered.module))
+    before, after = (_measured(work, module) for module in (work.model, lowered.module))
     if work.data.test is None or before is None or after is None:
         return {}
 
     def score(module: nn.Module) -> float | None:
-        found = work.test_metrics(module)
+        found = _measured(work, module)
         return None if found is None else found[work.metric_name]
 
     return {
@@ -153,11 +159,17 @@ def _accuracies(work: Work, lowered: Lowered, files: measure.Files, twin: Any) -
     }
 
 
-def _first_samples(dataset: Dataset, count: int) -> list[Tensor]:
-    parts, left = [], count
-    for inputs, _ in input_batches(dataset, 250):
-        parts.append([x[:left] for x in inputs])
+def _measured(work: Work, module: nn.Module) -> dict[str, float] | None:
+    found = work.test_metrics(module)
+    return_freed_memory()
+    return found
+
+
+def _first_samples(dataset: Dataset, count: int) -> Iterator[Sequence[Tensor]]:
+    """Yield the inputs of the first ``count`` samples in batches."""
+    left = count
+    for inputs, _ in input_batches(dataset, evaluation_batch(dataset.shape)):
+        yield [x[:left] for x in inputs]
         left -= len(inputs[0])
         if left <= 0:
-            break
-    return [torch.cat(x) for x in zip(*parts, strict=True)]
+            return

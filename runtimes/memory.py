@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-_M_MMAP_THRESHOLD = -3  # of malloc.h
-_LARGE = 128 * 1024  # where glibc's threshold begins before it adapts
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+# Where glibc's threshold begins before it adapts, and where it ends.
+_LARGE, _LARGEST = 2**17, 2**25
 
 
 def own_peak_rss() -> int:
@@ -26,16 +29,27 @@ def own_peak_rss() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def return_large_blocks() -> None:
-    """Let every block of 128 kB or more go back to the system as soon as it is freed.
+@contextmanager
+def large_blocks_returned() -> Iterator[None]:
+    """Let every block of 128 kB or more go back to the system as soon as it is freed, for a while.
 
     glibc keeps freed blocks of up to 32 MB in its heap once it has seen their size, and a small block placed
     in such a hole makes the next large one grow the heap: a loop that frees all it takes still grows, by
-    chance. The setting holds for the process; other C libraries have none and are left as they are.
+    chance. Taking and giving back every block costs time. Other C libraries are left as they are.
+
+    Yields:
+        Nothing.
     """
     libc = _glibc()
-    if libc is not None:
-        libc.mallopt(_M_MMAP_THRESHOLD, _LARGE)
+    if libc is None:
+        yield
+        return
+    libc.mallopt(_M_MMAP_THRESHOLD, _LARGE)
+    try:
+        yield
+    finally:  # as glibc sets them itself once it has seen blocks of all sizes
+        libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2 * _LARGEST)
 
 
 def return_freed_memory() -> None:

@@ -5,12 +5,13 @@ Arrays are [N, ...]: the first dimension of every input and output is the batch.
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from ul2q.pipeline.errors import JobError, UsageError, quantity
 from ul2q.runtimes.cpu import kernels_saturate
 from ul2q.runtimes.inputs import Array, checked_feeds, example_input
 from ul2q.runtimes.inputs import numpy_type as numpy_type
-from ul2q.runtimes.memory import own_peak_rss, return_large_blocks
+from ul2q.runtimes.memory import own_peak_rss
 from ul2q.runtimes.onnx_files import (
     Model,
     data_files,
@@ -37,11 +38,12 @@ from ul2q.runtimes.onnx_files import (
 )
 
 __all__ = [
-    "Model", "bench", "data_files", "file_bytes", "load_and_run_once", "load_model", "metadata", "operators",
-    "outputs", "own_peak_rss", "peak_rss", "run", "session", "with_outputs",
+    "Model", "bench", "bench_apart", "data_files", "file_bytes", "load_and_run_once", "load_model",
+    "metadata", "operators", "outputs", "own_peak_rss", "peak_rss", "run", "session", "with_outputs",
 ]  # fmt: skip
 
 _OPTIMIZED = "session.optimized_model_external_initializers"
+_REFUSED = 2  # exit status of a process that raised UsageError
 _FATAL = 4  # the runtime prints nothing less: what it refuses, it raises
 _LOAD_ERRORS = (
     state.Fail,
@@ -70,7 +72,6 @@ def _options(
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if low_memory:
         options.enable_cpu_mem_arena = False
-        return_large_blocks()
     if optimized_path is not None:
         options.optimized_model_filepath = str(optimized_path)
         # the graph is what is wanted; tensors beyond 2 GB would not fit the file
@@ -95,8 +96,7 @@ def session(
     Args:
         model: a path, serialised bytes, or a model in memory.
         threads: threads within an operator; None lets the runtime use all cores.
-        low_memory: hand the memory of activations back after every operator; on Linux this changes how the
-            whole process returns memory (see ``return_large_blocks``).
+        low_memory: free the memory of activations after every operator; see ``large_blocks_returned``, too.
         spinning: idle threads spin for a while before they sleep, which is faster for one session alone.
         optimized_path: where to write the graph that the runtime made of the model.
         folder: where the data files of a model in memory lie.
@@ -294,11 +294,44 @@ def peak_rss(path: Path | str, *, low_memory: bool = False) -> int:
         JobError: the process failed.
         UsageError: the file is missing, not ONNX, or truncated.
     """
-    data_files(path)
-    code = f"import {__name__} as r, sys; print(r.load_and_run_once(sys.argv[1], {low_memory}))"
-    command = [sys.executable, "-c", code, str(path)]
+    return int(_apart(f"memory of {path}", load_and_run_once, path=str(path), low_memory=low_memory))
+
+
+def bench_apart(
+    path: Path | str, against: Path | str, *, threads: int = 1, runs: int = 100
+) -> dict[str, Any]:
+    """Do what `bench` does in a process of its own, whose memory is its own, too.
+
+    Returns:
+        See `bench`.
+
+    Raises:
+        JobError: the process failed.
+        UsageError: a file is missing, not ONNX, or truncated.
+    """
+    found: dict[str, Any] = _apart(
+        f"time of {path}", bench, model=str(path), against=str(against), threads=threads, runs=runs
+    )
+    return found
+
+
+def _apart(what: str, function: Callable[..., Any], **arguments: Any) -> Any:
+    """Return what a function of this module gives, called in a process of its own.
+
+    Raises:
+        JobError: the process failed.
+        UsageError: the function raised it.
+    """
+    code = (
+        f"import {__name__} as r, json, sys\n"
+        "try:\n    print(json.dumps(getattr(r, sys.argv[1])(**json.loads(sys.argv[2]))))\n"
+        f"except r.UsageError as error:\n    print(error, file=sys.stderr)\n    sys.exit({_REFUSED})"
+    )
+    command = [sys.executable, "-c", code, function.__name__, json.dumps(arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["killed"])[-1]
-        raise JobError(f"memory of {path} could not be measured: {reason}")
-    return int(done.stdout)
+        if done.returncode == _REFUSED:
+            raise UsageError(reason)
+        raise JobError(f"{what} could not be measured: {reason}")
+    return json.loads(done.stdout)

@@ -54,7 +54,7 @@ class Deployment:
         """Compare the file with the lowered network on the calibration inputs, code for code."""
         from ul2q.pipeline.verify import verify
 
-        return verify(self.path, self.lowered, self.exported.code_tensors, self.inputs)[0]
+        return verify(self.path, self.lowered, self.exported.code_tensors, [self.inputs])[0]
 
     def operators(self) -> set[str]:
         """Return the operators that the runtime executes."""

@@ -43,13 +43,14 @@ def quantized_weight(layer: Any, k: int, granularity: str, quantizer: str) -> tu
 def float_state_dict(model: nn.Module, prepared: Prepared) -> dict[str, Tensor]:
     """Return the state dict of ``model`` with the float weights and statistics of the fine-tuned graph.
 
-    Weights that the capture folded (weight norm, masks) keep their original value.
+    Weights that the capture folded (weight norm, masks) keep their original value. The tensors are those of
+    the model and the graph, not copies.
     """
     own = model.state_dict(keep_vars=True)
     names: dict[int, list[str]] = {}  # a tensor that several modules share has several names
     for name, tensor in own.items():
         names.setdefault(id(tensor), []).append(name)
-    state = {name: tensor.detach().clone() for name, tensor in own.items()}
+    state = {name: tensor.detach() for name, tensor in own.items()}
     for name, module in prepared.module.named_modules():
         tensors = {
             **dict(module.named_parameters(recurse=False)),
@@ -60,7 +61,7 @@ def float_state_dict(model: nn.Module, prepared: Prepared) -> dict[str, Tensor]:
         for leaf, tensor in tensors.items():
             key = f"{name}.{leaf}" if name else leaf
             if key in state and state[key].shape == tensor.shape:
-                state.update({alias: tensor.detach().clone() for alias in names[id(own[key])]})
+                state.update({alias: tensor.detach() for alias in names[id(own[key])]})
     return state
 
 

@@ -56,8 +56,8 @@ def _operands(
     codes: Tensor, zero_point: int, weight: Tensor, weight_zero_point: int
 ) -> tuple[Tensor, Tensor]:
     """Return centred input and weight in the narrowest float type whose sums are exact."""
-    w = weight.to(torch.int32) - weight_zero_point
-    bound = 255 * int(w.flatten(1).abs().sum(1).max())
+    w = weight.float().sub_(weight_zero_point)  # weights may be large: one copy
+    bound = 255 * int(torch.linalg.vector_norm(w.flatten(1), 1, dim=1).max())  # exact as long as it matters
     dtype = torch.float32 if bound <= _EXACT_FLOAT32 else torch.float64
     return (codes.to(torch.int32) - zero_point).to(dtype), w.to(dtype)
 

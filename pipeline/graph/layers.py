@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ul2q.pipeline.graph import integer_ops  # noqa: F401  (defines the operators)
 from ul2q.pipeline.quantize.grid import Grid
+from ul2q.pipeline.quantize.ul2q import along
 
 _ops = torch.ops.ul2q
 
@@ -31,10 +32,9 @@ class LoweredWeight:
     Attributes:
         layer: name of the layer.
         op: its operator name.
-        codes: int8 codes q of k bits, in the layer's weight shape.
         grid: the grid; integer weight = multiplier·q + offset.
         scale: float32 [C], batch norm folded in: real weight = scale·integer weight.
-        stored: int8 as a runtime sees it, integer weight + zero point.
+        stored: int8 in the layer's weight shape as a runtime sees it, integer weight + zero point.
         sqnr_db: signal-to-noise ratio of the weight against its float original.
         folded_norm: name of the batch norm that was folded in, or None.
         constant_channels: output channels whose result is a constant (their bias), kept as weight 0.
@@ -42,13 +42,18 @@ class LoweredWeight:
 
     layer: str
     op: str
-    codes: NDArray[np.int8]
     grid: Grid
     scale: NDArray[np.float32]
     stored: NDArray[np.int8]
     sqnr_db: float
     folded_norm: str | None = None
     constant_channels: tuple[int, ...] = ()
+
+    @property
+    def codes(self) -> NDArray[np.int8]:
+        """The int8 codes q of k bits, in the layer's weight shape; computed from ``stored``."""
+        centre = along(self.grid.offset + self.grid.zero_point, self.stored.ndim, 0, np)
+        return ((self.stored - centre.astype(np.int16)) // np.int16(self.grid.multiplier)).astype(np.int8)
 
 
 class Quantize(nn.Module):

@@ -23,6 +23,7 @@ from ul2q.pipeline.quantize.grid import (
     dequantize,
     integer_weight,
     sqnr_db,
+    stored_weight,
     zero_channels,
 )
 
@@ -328,7 +329,7 @@ class _Lowering:
         sqnr = sqnr_db(master_weight(layer).numpy(), dequantize(q, grid))
         scale = half_precision(np.broadcast_to(grid.scale, factor.shape).astype(np.float64) * factor)
         unit = (np.float32(in_scale) * scale).astype(np.float64)  # value of one unit of the accumulator
-        reach = 255 * np.abs(integer_weight(q, grid).astype(np.int64)).reshape(len(q), -1).sum(1)
+        reach = 255 * np.abs(integer_weight(q, grid)).reshape(len(q), -1).sum(1, dtype=np.int64)
         with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
             integer_bias = np.where(bias == 0, 0.0, bias / unit)
         constant = np.flatnonzero((unit == 0) | ~(np.abs(integer_bias) + reach < _INT32_MAX))
@@ -344,10 +345,9 @@ class _Lowering:
             integer_bias[constant] = value / unit[constant]
         if reach.max(initial=0) >= _INT32_MAX:
             raise JobError(f"{name}: a sum of its products could overflow 32 bits")
-        stored = (integer_weight(q, grid) + grid.zero_point).astype(np.int8)
         op = type(layer).__name__.removeprefix("Parametrized")
         lowered = LoweredWeight(
-            name, op, q, grid, scale, stored, sqnr, norm_name, tuple(int(c) for c in constant)
+            name, op, grid, scale, stored_weight(q, grid), sqnr, norm_name, tuple(int(c) for c in constant)
         )
         return lowered, integer_bias
 
@@ -362,10 +362,11 @@ class _Lowering:
         channels = 1 if transposed else len(q)
         factor, bias = fold_norm(layer, norm)
         scale = np.broadcast_to(grid.scale, (channels,)).astype(np.float64) * (1.0 if transposed else factor)
-        stored = (integer_weight(q, grid) + grid.zero_point).astype(np.int8)
         op = type(layer).__name__.removeprefix("Parametrized")
         sqnr = sqnr_db(master_weight(layer).numpy(), dequantize(q, grid))
-        weight = LoweredWeight(name, op, q, grid, scale.astype(np.float32), stored, sqnr, norm_name)
+        weight = LoweredWeight(
+            name, op, grid, scale.astype(np.float32), stored_weight(q, grid), sqnr, norm_name
+        )
         self.weights[self._unused(name)] = weight
         has_bias = norm is not None or layer.bias is not None
         return layers.FloatWeighted(

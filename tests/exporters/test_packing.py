@@ -76,9 +76,7 @@ def weight(
     q, grid = quantize_weight(w, k, granularity)
     if zeroed:
         q, grid = zero_channels(q, grid, np.array([1]))
-    return LoweredWeight(
-        "layer", "Linear", q, grid, np.ones(shape[0], np.float32), stored_weight(q, grid), 0.0
-    )
+    return LoweredWeight("layer", "Linear", grid, np.ones(shape[0], np.float32), stored_weight(q, grid), 0.0)
 
 
 def graph_with(weights: dict[str, LoweredWeight]) -> ir.Model:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ul2q.pipeline.accuracy import measure_accuracy
+from ul2q.pipeline.accuracy import evaluation_batch, measure_accuracy
 from ul2q.pipeline.data import ArrayDataset, Preprocess
 from ul2q.pipeline.errors import UsageError
 
@@ -17,6 +17,23 @@ RNG = np.random.default_rng(0)
 def scores_as_data(scores: np.ndarray, labels: np.ndarray | None) -> ArrayDataset:
     rows = np.arange(len(scores))
     return ArrayDataset(scores, rows, Preprocess(scale=1.0), scores.shape[1:], "x", labels, scores.shape[1])
+
+
+@pytest.mark.parametrize(
+    ("shape", "count"), [((1, 28, 28), 250), ((3, 64, 64), 21), ((3, 224, 224), 1), ((3, 1000, 1000), 1)]
+)
+def test_large_samples_are_measured_few_at_a_time(shape: tuple[int, ...], count: int) -> None:
+    assert evaluation_batch(shape) == count
+    x = np.zeros((30, *shape), np.uint8)
+    data = ArrayDataset(x, np.arange(30), Preprocess(), shape, "x", np.zeros(30, np.int64), 2)
+    seen: list[int] = []
+
+    def model(batch: torch.Tensor) -> torch.Tensor:
+        seen.append(len(batch))
+        return torch.zeros(len(batch), 2)
+
+    assert measure_accuracy(model, data).samples == 30
+    assert seen[0] == min(count, 30)
 
 
 @pytest.mark.parametrize(("classes", "batch"), [(3, 7), (5, 64), (6, 1), (10, 33)])

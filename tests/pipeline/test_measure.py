@@ -106,9 +106,6 @@ def test_bytes_of_layers_and_the_rest_make_the_file(rows: dict[str, dict[str, An
         assert rows[name]["bytes_quantized"] == sum(tensors[n] for n in own)
         assert rows[name]["bytes_quantized"] < rows[name]["bytes_float"]
     assert sum(row["bytes_quantized"] for row in rows.values()) < deployed.path.stat().st_size
-    files = measure.Files(deployed.path, deployed.path)
-    size = deployed.path.stat().st_size
-    assert measure.sizes(files) == {"float_onnx_bytes": size, "onnx_bytes": size}
 
 
 def test_activations_are_those_of_the_sites(deployed: Any) -> None:

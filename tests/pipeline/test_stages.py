@@ -156,7 +156,7 @@ def test_verify_names_the_first_layer_that_a_changed_file_gets_wrong(
     changed = tmp_path / "changed.onnx"
     onnx.save(model, changed)
     with pytest.raises(JobError, match=r"changed\.onnx does not reproduce .* first at 0 by"):
-        verify(changed, deployed.lowered, deployed.exported.code_tensors, deployed.inputs)
+        verify(changed, deployed.lowered, deployed.exported.code_tensors, [deployed.inputs])
 
 
 def test_python_interface_compresses_arrays_and_writes_everything(tmp_path: Path) -> None:

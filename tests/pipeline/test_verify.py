@@ -60,7 +60,7 @@ def tampered(deployed: Any, path: Path, changes: dict[str, Callable[[Any], Any]]
 
 
 def check(deployed: Any, path: Path) -> module.Parity:
-    return verify(path, deployed.lowered, deployed.exported.code_tensors, deployed.inputs)[0]
+    return verify(path, deployed.lowered, deployed.exported.code_tensors, [deployed.inputs])[0]
 
 
 def flip_one(codes: Any) -> Any:
@@ -144,15 +144,17 @@ def test_behind_float_operators_one_step_passes_and_is_reported(mixed: Any, tmp_
 
 def test_samples_are_compared_in_pieces(integers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = integers.inputs
-    whole = verify(integers.path, integers.lowered, integers.exported.code_tensors, inputs)
+    whole = verify(integers.path, integers.lowered, integers.exported.code_tensors, [inputs])
     per_sample = 6 + 8 + 8 + 4 + 4 * 6
     monkeypatch.setattr(module, "_BYTES_AT_A_TIME", 7 * per_sample)
     seen: list[int] = []
     handle = integers.lowered.module.register_forward_hook(lambda _m, args, _y: seen.append(len(args[0])))
-    pieces = verify(integers.path, integers.lowered, integers.exported.code_tensors, inputs)
+    pieces = verify(integers.path, integers.lowered, integers.exported.code_tensors, [inputs])
     handle.remove()
     assert seen == [1, 7, 7, 7, 7, 7, 5]
     assert pieces[0] == whole[0]
+    halves = [[x[part] for x in inputs] for part in (slice(None, 10), slice(10, None))]
+    assert verify(integers.path, integers.lowered, integers.exported.code_tensors, halves)[0] == whole[0]
     np.testing.assert_array_equal(pieces[1], whole[1])
     np.testing.assert_array_equal(
         whole[1], runtime.run(runtime.session(integers.path), inputs[0].numpy())["logits"]

@@ -9,7 +9,7 @@ GLIBC = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "gnu_get_libc_ver
 HOLE = """
 import ctypes, re, sys
 from pathlib import Path
-from ul2q.runtimes.memory import return_large_blocks
+from ul2q.runtimes.memory import large_blocks_returned
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 libc.malloc.argtypes = [ctypes.c_size_t]
@@ -21,20 +21,24 @@ def filled():
     block = libc.malloc(4_000_000)
     libc.memset(block, 1, 4_000_000)
     return block
-if sys.argv[1] == "returned":
-    return_large_blocks()
-libc.free(filled())
-before = resident()
-blocks = [filled() for _ in range(20)]
-used = resident()
-for block in blocks[:-1]:
-    libc.free(block)
-print(used - before, resident() - before)
+def measure():
+    libc.free(filled())
+    before = resident()
+    blocks = [filled() for _ in range(20)]
+    used = resident()
+    for block in blocks[:-1]:
+        libc.free(block)
+    print(used - before, resident() - before)
+with large_blocks_returned():
+    if sys.argv[1] == "inside":
+        measure()
+if sys.argv[1] == "behind":
+    measure()
 """
 
 
 @pytest.mark.skipif(not GLIBC, reason="only the GNU C library has the setting")
-@pytest.mark.parametrize(("mode", "kept"), [("kept", 20), ("returned", 1)])
+@pytest.mark.parametrize(("mode", "kept"), [("inside", 1), ("behind", 20)])
 def test_freed_large_blocks_go_back_to_the_system(mode: str, kept: int) -> None:
     command = [sys.executable, "-c", HOLE, mode]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -198,6 +198,17 @@ def test_bench_needs_an_input_for_open_shapes(conv: onnx.ModelProto) -> None:
         runtime.bench(conv)
 
 
+def test_bench_in_a_process_of_its_own(tmp_path: Path, make_matmul: MakeModel) -> None:
+    onnx.save(make_matmul(), tmp_path / "small.onnx")
+    result = runtime.bench_apart(tmp_path / "small.onnx", tmp_path / "small.onnx", runs=3)
+    assert (result["threads"], result["runs"], result["operators"]) == (1, 3, {"MatMul": 1})
+    assert result["ratio"] == result["median_ms"] / result["against_median_ms"]
+    with pytest.raises(UsageError, match="runs is 0"):
+        runtime.bench_apart(tmp_path / "small.onnx", tmp_path / "small.onnx", runs=0)
+    with pytest.raises(UsageError, match=r"none\.onnx"):
+        runtime.bench_apart(tmp_path / "small.onnx", tmp_path / "none.onnx")
+
+
 def test_peak_rss_sees_the_weights_and_not_the_caller(tmp_path: Path, make_matmul: MakeModel) -> None:
     ballast = np.ones(200_000_000, np.uint8)  # resident in this process: must not count
     sizes = {}

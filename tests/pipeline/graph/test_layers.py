@@ -28,7 +28,7 @@ def lowered_weight(shape: tuple[int, ...], k: int, granularity: str, seed: int) 
     # As batch norm leaves them: factors of either sign, and one that is 0.
     scale = np.broadcast_to(grid.scale, shape[:1]) * rng.normal(0, 1, shape[:1]).astype(np.float32)
     scale[0] = 0
-    return LoweredWeight("layer", "Conv2d", q, grid, scale, stored_weight(q, grid), 0.0)
+    return LoweredWeight("layer", "Conv2d", grid, scale, stored_weight(q, grid), 0.0)
 
 
 def codes_of(total: Array, in_scale: float, scale: Array, out: CodeFormat) -> Array:
@@ -115,7 +115,7 @@ def test_long_sums_stay_exact() -> None:
     stored[1, ::2] = -126
     grid = weight.grid.__class__(8, weight.grid.alpha, weight.grid.beta, weight.grid.scale, 1, np.int32(0), 0)
     scale = np.full(2, 1.0, np.float32)
-    weight = LoweredWeight("layer", "Linear", stored, grid, scale, stored, 0.0)
+    weight = LoweredWeight("layer", "Linear", grid, scale, stored, 0.0)
     source, bias = CodeFormat(1.0, 0), np.array([0, 3], np.int32)
     codes = np.full((1, n), 255, np.uint8)
     codes[0, -1] = 254

@@ -41,7 +41,7 @@ def test_averages_are_compared_sample_by_sample(deploy: Any, tmp_path: Path, kin
     assert "mean" in deployed.lowered.code_formats
     path = tmp_path / "model.keras"
     model = write_mirror(deployed.path, path)
-    parity = mirror_parity(path, model, deployed.lowered, deployed.inputs[0])
+    parity = mirror_parity(path, model, deployed.lowered, deployed.inputs)
     assert (parity.differing_codes, parity.max_abs, parity.samples) == (0, 0.0, 7)
     assert parity.sites == len(deployed.lowered.code_formats)
 
@@ -49,7 +49,7 @@ def test_averages_are_compared_sample_by_sample(deploy: Any, tmp_path: Path, kin
     with pytest.raises(
         JobError, match=r"^model\.keras does not reproduce the network in this Keras: \d+ codes"
     ):
-        mirror_parity(path, model, stretched.lowered, deployed.inputs[0])
+        mirror_parity(path, model, stretched.lowered, deployed.inputs)
 
 
 class Flattened(nn.Module):
@@ -77,5 +77,5 @@ def test_flattened_images_are_compared_in_the_order_of_the_file(
     deployed = deploy(Flattened(kind), [torch.randn(7, 2, 6, 6)], wbits=4)
     assert kind in deployed.lowered.code_formats
     path = tmp_path / "model.keras"
-    parity = mirror_parity(path, write_mirror(deployed.path, path), deployed.lowered, deployed.inputs[0])
+    parity = mirror_parity(path, write_mirror(deployed.path, path), deployed.lowered, deployed.inputs)
     assert (parity.differing_codes, parity.sites) == (0, len(deployed.lowered.code_formats))
