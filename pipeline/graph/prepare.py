@@ -9,7 +9,7 @@ integer kernel reads them.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -183,31 +183,59 @@ class _Preparation:
     def _plans(self) -> list[LayerPlan]:
         """Return one plan for each layer with parameters, in execution order."""
         fused = {norm for node in self.graph.nodes for norm in [self._fused_norm(node)] if norm is not None}
-        calls: dict[tuple[str, ...], list[fx.Node]] = {}
+        layers: dict[str, list[fx.Node]] = {}
+        readers: dict[tuple[str, ...], list[fx.Node]] = {}
+        order: dict[str | tuple[str, ...], None] = {}
         for node in self.graph.nodes:
             if node.op == "call_module" and node not in fused:
-                calls.setdefault((node.target,), []).append(node)
-            elif node.op == "call_function" and (parameters := self._parameters(node)):
-                calls.setdefault((self._function_name(node), *parameters), []).append(node)
+                layers.setdefault(str(node.target), []).append(node)
+                order[str(node.target)] = None
+            if names := self._parameters(node):
+                readers.setdefault(names, []).append(node)
+                order[names] = None
         plans: dict[str, LayerPlan] = {}
-        for (name, *_), nodes in calls.items():
-            module = self.modules[name] if nodes[0].op == "call_module" else None
-            if module is None or list(module.parameters(recurse=False)):
-                name = _unused(name, plans)
-                plans[name] = self._plan(name, module, nodes)
+        counted: set[str] = set()
+        for key in order:
+            if isinstance(key, str):
+                if list(self.modules[key].parameters(recurse=False)):
+                    plans[key] = self._plan(key, layers[key])
+            elif new := [name for name in key if name not in counted]:
+                counted.update(new)
+                name = _unused(self._owner(new, readers[key][0]), {*plans, *layers})
+                plans[name] = self._plan_of_parameters(name, new, readers[key])
         return list(plans.values())
 
-    def _parameters(self, node: fx.Node) -> list[str]:
-        """Return the names of the parameters that ``node`` reads itself."""
-        names = [str(i.target) for i in node.all_input_nodes if i.op == "get_attr"]
-        return [name for name in names if isinstance(attribute(self.module, name), nn.Parameter)]
+    def _parameters(self, node: fx.Node) -> tuple[str, ...]:
+        """Return the parameters that ``node`` computes with, as they are or after a change of their form.
 
-    def _plan(self, name: str, module: nn.Module | None, nodes: list[fx.Node]) -> LayerPlan:
+        What is constant itself computes with none: the node that joins it with the input does.
+        """
+        if node in self.constant and node.op != "output":
+            return ()
+        sources = [source for source in node.all_input_nodes if source in self.constant]
+        for source in sources:
+            sources += [further for further in source.all_input_nodes if further not in sources]
+        names = [str(source.target) for source in sources if source.op == "get_attr"]
+        return tuple(name for name in names if isinstance(attribute(self.module, name), nn.Parameter))
+
+    def _owner(self, parameters: Sequence[str], node: fx.Node) -> str:
+        """Return what a user calls ``parameters``: their own name, or that of the module that has them."""
+        if len(parameters) == 1:
+            return parameters[0].removesuffix(".weight")
+        owners = {name.rpartition(".")[0] for name in parameters}
+        return (len(owners) == 1 and owners.pop()) or self._function_name(node)
+
+    def _plan_of_parameters(self, name: str, parameters: Sequence[str], nodes: list[fx.Node]) -> LayerPlan:
+        count = sum(attribute(self.module, parameter).numel() for parameter in parameters)
+        if nodes[0].op == "output":
+            return LayerPlan(name, "output", count, 0, False, "an output does not depend on the input")
+        op = _operator_name(nodes[0])
         outputs = sum(_elements_per_sample(node) for node in nodes)
-        if module is None:
-            op = _operator_name(nodes[0])
-            count = sum(attribute(self.module, p).numel() for p in self._parameters(nodes[0]))
-            return LayerPlan(name, op, count, outputs, False, f"{op} uses its parameters in float")
+        return LayerPlan(name, op, count, outputs, False, f"{op} uses its parameters in float")
+
+    def _plan(self, name: str, nodes: list[fx.Node]) -> LayerPlan:
+        module = self.modules[name]
+        outputs = sum(_elements_per_sample(node) for node in nodes)
         op = type(module).__name__
         count = sum(p.numel() for p in module.parameters(recurse=False))
         if not isinstance(module, operators.WEIGHTED_LAYERS):

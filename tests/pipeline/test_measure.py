@@ -49,13 +49,13 @@ def test_every_layer_has_its_row(rows: dict[str, dict[str, Any]]) -> None:
     assert counts == {
         "conv": ("Conv2d", 432, 16 * 36, 3, 8, "channel"),
         "mid": ("Conv2d", 2320, 16 * 16, 3, 8, "channel"),
-        "norm.layer_norm": ("layer_norm", 32, 16, None, 32, None),
+        "norm": ("layer_norm", 32, 16, None, 32, None),
         "twice": ("Linear", 272, 2 * 16, 3, 8, "channel"),
         "head": ("Linear", 68, 4, None, 32, None),
     }
     reasons = {name: row["reason"] for name, row in rows.items() if not row["quantized"]}
     assert reasons == {
-        "norm.layer_norm": "layer_norm uses its parameters in float", "head": "excluded by --exclude",
+        "norm": "layer_norm uses its parameters in float", "head": "excluded by --exclude",
     }  # fmt: skip
     assert all(row["bytes_float"] == 4 * row["parameters"] for row in rows.values())
     assert all(row["bytes_quantized"] == row["bytes_float"] for name, row in rows.items() if name in reasons)

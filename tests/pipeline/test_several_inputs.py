@@ -179,10 +179,10 @@ def test_tokens_stay_whole_numbers(tmp_path: Path) -> None:
     result = compress(make(Tokens), (tokens, hidden, Y), CONFIG)
     rows = {row["name"]: (row["quantized"], row["reason"]) for row in result.report["layers"]}
     assert rows == {
-        "embed.embedding": (False, "embedding uses its parameters in float"),
+        "embed": (False, "embedding uses its parameters in float"),
         "attend.in_proj": (True, None),
         "attend.out_proj": (True, None),
-        "norm.layer_norm": (False, "layer_norm uses its parameters in float"),
+        "norm": (False, "layer_norm uses its parameters in float"),
         "head": (True, None),
     }
     result.save(tmp_path / "out")
@@ -200,8 +200,8 @@ def test_sequences_go_through_recurrent_layers_in_float() -> None:
     result = compress(make(Recurrent), (x, Y), CONFIG)
     rows = {row["name"]: (row["quantized"], row["reason"]) for row in result.report["layers"]}
     assert rows == {
-        "lstm.lstm": (False, "lstm uses its parameters in float"),
-        "gru.gru": (False, "gru uses its parameters in float"),
+        "lstm": (False, "lstm uses its parameters in float"),
+        "gru": (False, "gru uses its parameters in float"),
         "head": (True, None),
     }
     assert result.module(torch.from_numpy(x)).shape == (60, 3)

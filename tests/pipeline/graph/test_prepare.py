@@ -251,14 +251,14 @@ def test_every_layer_with_parameters_is_in_the_plan_once_with_its_reason(everyth
         "norm": (
             "BatchNorm2d", 4, 128, False, "BatchNorm2d stands behind no quantised layer that could absorb it",
         ),
-        "group.group_norm": ("group_norm", 4, 128, False, f"group_norm {in_float}"),
-        "embed.embedding": ("embedding", 30, 42, False, f"embedding {in_float}"),
-        "lstm.lstm": ("lstm", 6 * 16 + 4 * 16 + 2 * 16, 28, False, f"lstm {in_float}"),
-        "layer_norm.layer_norm": ("layer_norm", 8, 28, False, f"layer_norm {in_float}"),
+        "group": ("group_norm", 4, 128, False, f"group_norm {in_float}"),
+        "embed": ("embedding", 30, 42, False, f"embedding {in_float}"),
+        "lstm": ("lstm", 6 * 16 + 4 * 16 + 2 * 16, 28, False, f"lstm {in_float}"),
+        "layer_norm": ("layer_norm", 8, 28, False, f"layer_norm {in_float}"),
         "attention.in_proj": ("Linear", 60, 84, True, None),
         "attention.out_proj": ("Linear", 20, 28, True, None),
         "twice": ("Linear", 20, 56, True, None),
-        "mul": ("mul", 4, 28, False, f"mul {in_float}"),
+        "scale": ("mul", 4, 28, False, f"mul {in_float}"),
         "mix_linear": ("Linear", 16, 28, True, None),
         "mix2_linear": ("Linear", 12, 21, True, None),
     }  # fmt: skip
@@ -271,6 +271,39 @@ def test_every_layer_with_parameters_is_in_the_plan_once_with_its_reason(everyth
         f"mix_linear: {folded}",
         "spare: the forward pass does not use it; it is left out",
     ]
+
+
+class Tokens(nn.Module):
+    """A start token, a table of positions read through an index, a query behind a layer, and a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Parameter(torch.ones(1, 1, 4))
+        self.table = nn.Parameter(torch.randn(6, 4))
+        self.query = nn.Parameter(torch.randn(1, 4))
+        self.project = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 4)
+        self.prior = nn.Parameter(torch.zeros(1))
+        self.register_buffer("order", torch.tensor([2, 0, 1, 3]))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.cat([self.start.expand(x.shape[0], -1, -1), x], 1) + self.table[self.order].view(1, 4, 4)
+        return self.head(x * self.project(self.query)) * self.start, torch.exp(self.prior)
+
+
+def test_parameters_are_called_as_the_user_calls_them_and_counted_once() -> None:
+    torch.manual_seed(0)
+    found = prepare(capture(Tokens().eval(), [torch.randn(2, 3, 4)]), QuantConfig(wbits=2))
+    plan = {layer.name: (layer.op, layer.parameters, layer.outputs, layer.reason) for layer in found.layers}
+    assert plan == {
+        "start": ("expand", 4, 20, "expand uses its parameters in float"),
+        # what reads it, not the index and the view in between: they compute constants
+        "table": ("add", 24, 16, "add uses its parameters in float"),
+        "project": ("Linear", 20, 4, None),
+        "query": ("mul", 4, 16, "mul uses its parameters in float"),
+        "head": ("Linear", 20, 16, None),
+        "prior": ("output", 1, 0, "an output does not depend on the input"),
+    }
 
 
 def test_excluded_layers_stay_in_float_with_their_norms(everything: Captured) -> None:
