@@ -252,8 +252,9 @@ def _compare(model: nn.Module, captured: nn.Module, example: list[Tensor]) -> No
                 ours = pytree.tree_map_only(Tensor, Tensor.detach, captured(*inputs))
             except (RuntimeError, LookupError) as error:
                 raise UsageError(
-                    f"{type(model).__name__}: the captured graph does not run at batch {batch}: the model "
-                    "fixes its batch size; derive shapes from x.shape[0] (for example x.flatten(1))"
+                    f"{type(model).__name__}: the captured graph does not run at batch {batch} "
+                    f"({_first_line(error)}): the model fixes its batch size; derive shapes from x.shape[0] "
+                    "(for example x.flatten(1))"
                 ) from error
         pairs = zip(pytree.tree_leaves(ours), pytree.tree_leaves(theirs), strict=True)
         if not all(_same(a, b) for a, b in pairs):

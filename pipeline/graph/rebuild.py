@@ -31,6 +31,7 @@ _BY_RANK: dict[int, tuple[Any, Any]] = {
 _BY_PADDING: dict[int, Any] = {3: aten.conv1d.padding, 4: aten.conv2d.padding, 5: aten.conv3d.padding}
 _PRODUCTS = (aten.mm.default, aten.matmul.default, aten.addmm.default)
 _TURNS = (aten.t.default, aten.permute.default, aten.transpose.int)
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
 _BATCH_NORM = aten._native_batch_norm_legit_no_training.default
 _BATCH_NORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 _BATCH_NORM_TYPES = nn.modules.batchnorm._BatchNorm
@@ -136,8 +137,14 @@ class LayerBuilder:
             return node.target(*args, **fx.node.map_arg(node.kwargs, self._value))
 
     def _normalise(self, node: Any) -> None:
-        """Give the general convolution and products with a constant matrix the form that layers have."""
-        if node.target is aten._convolution_mode.default:
+        """Give the general convolution and products with a constant matrix the form that layers have.
+
+        A view becomes a reshape: kernels may lay their results out otherwise than they were traced, for
+        example with the channels last where one channel makes both orders the same.
+        """
+        if node.target in _VIEWS:
+            node.target = aten.reshape.default
+        elif node.target is aten._convolution_mode.default:
             node.target = _BY_PADDING[node.args[1].meta["val"].ndim]
         elif node.target in (aten.convolution.default, aten._convolution.default):
             x, weight, bias, stride, padding, dilation, transposed, output_padding, groups = node.args[:9]

@@ -280,6 +280,26 @@ def test_tied_weights_stay_tied_and_apart_from_the_model() -> None:
     assert model.tied.weight.count_nonzero() == 36
 
 
+class Normalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.tensor([0.5]))
+        self.conv, self.head = nn.Conv2d(1, 8, 3, 2, 1), nn.Linear(128, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.conv(x - self.mean[:, None, None])).flatten(1))
+
+
+def test_a_graph_runs_on_inputs_with_any_strides() -> None:
+    """One channel: the strides of a sample may be those of channels in the last place."""
+    torch.manual_seed(0)
+    model, captured = Normalised().eval(), capture(Normalised().eval(), [torch.randn(2, 1, 8, 8)])
+    captured.module.load_state_dict(model.state_dict())
+    for batch in (1, 3):
+        x = torch.randn(batch, 8, 8, 1).permute(0, 3, 1, 2)
+        assert torch.equal(captured.module(x), model(x))
+
+
 def test_computed_weights_are_folded_and_named_in_a_note() -> None:
     torch.manual_seed(0)
     norm = torch.nn.utils.parametrizations.weight_norm(conv(3, 4))
