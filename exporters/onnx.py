@@ -7,6 +7,7 @@ same bytes in every folder and process.
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,11 @@ OPSETS: dict[int, tuple[int, str]] = {
     24: (12, "1.24"), 25: (13, "1.24"),
 }  # fmt: skip
 _INT2_OPSET = 25
+#: operators that end the process when ONNX Runtime loads what torch.onnx writes for them
+_CRASHING = {
+    torch.ops.aten.embedding_bag.padding_idx: "EmbeddingBag: ONNX Runtime crashes on what torch.onnx writes "
+    "for it: use nn.Embedding and the mean or sum over its words",
+}
 # A protobuf holds less than 2 GiB; the graph around the tensors takes the rest.
 _LARGEST = 2**31 - 2**26
 # Smaller tensors stay in the file itself: shape inference needs their values.
@@ -199,17 +205,40 @@ def _export(module: nn.Module, example: Sequence[Tensor], opset: int) -> ir.Mode
         program = torch.export.export(
             module.eval(), inputs, dynamic_shapes=tuple({0: Dim.DYNAMIC} for _ in inputs), strict=False
         )
+        _check_operators(program)
         try:
             exported = torch.onnx.export(
                 program, dynamo=True, verbose=False, optimize=False, opset_version=opset,
                 custom_translation_table=TRANSLATIONS,
             )  # fmt: skip
         except torch.onnx.OnnxExporterError as error:
-            raise UsageError(f"torch.onnx cannot write this network: {_cause(error)}") from error
+            raise UsageError(_refusal(error)) from error
     assert exported is not None  # noqa: S101  (it is only where it writes to a file)
     model = exported.model
     model.ir_version = OPSETS[opset][0]
     return model
+
+
+def _check_operators(program: torch.export.ExportedProgram) -> None:
+    """Check that the runtime survives the network.
+
+    Raises:
+        UsageError: it would not.
+    """
+    for node in program.graph.nodes:
+        if node.target in _CRASHING:
+            raise UsageError(_CRASHING[node.target])
+
+
+def _refusal(error: BaseException) -> str:
+    """Return why torch.onnx does not write a network: its first error, in one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    missing = re.search(r"No ONNX function found for .*?op='([\w.]+)'", str(error))
+    if missing is not None:
+        return f"torch.onnx has no form of {missing[1]}: replace it in the network"
+    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return f"torch.onnx cannot write this network: {reason}"
 
 
 def _drop_zero_biases(model: ir.Model) -> None:
@@ -232,13 +261,6 @@ def _drop_zero_biases(model: ir.Model) -> None:
 
 def _is_scalar(value: ir.Value | None) -> bool:
     return value is not None and value.shape is not None and len(value.shape) == 0
-
-
-def _cause(error: BaseException) -> str:
-    """Return the first line of the first error of a chain."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _layer_bytes(graph: ir.Graph, weights: Mapping[str, LoweredWeight]) -> dict[str, int]:

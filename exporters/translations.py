@@ -145,6 +145,19 @@ def _leaky_relu(
     return _quantize(y, out_scale, out_zero_point)
 
 
+def _float_conv3d(
+    x: Value, weight: Value, bias: Value = None, stride: Sequence[int] = (1,), padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,), groups: int = 1,
+) -> Value:  # fmt: skip
+    """Return a float convolution over volumes: without a bias, torch.onnx writes one of a wrong shape."""
+    strides, pads, dilations = (list(v) * (3 // len(v)) for v in (stride, padding, dilation))
+    kernel = list(weight.shape[2:])
+    return op.Conv(
+        x, weight, bias, kernel_shape=kernel, strides=strides, pads=pads * 2, dilations=dilations,
+        group=groups,
+    )  # fmt: skip
+
+
 def _view(x: Value, size: Sequence[Any]) -> Value:
     """Return a reshape with the one dimension that is not fixed (the batch) as -1, without Shape nodes."""
     dynamic = [i for i, s in enumerate(size) if not isinstance(s, int)]
@@ -188,7 +201,9 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     _ops.average_pool.default: _average_pool,
     _ops.sigmoid.default: _sigmoid,
     _ops.leaky_relu.default: _leaky_relu,
+    torch.ops.aten.conv3d.default: _float_conv3d,
     torch.ops.aten.view.default: _view,
+    torch.ops.aten._unsafe_view.default: _view,
     torch.ops.aten.split.Tensor: _split,
     torch.ops.aten.split_with_sizes.default: _split_with_sizes,
 }
