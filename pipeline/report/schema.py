@@ -247,9 +247,11 @@ def _warnings(report: Report) -> list[str]:
     before = accuracy["float"]
     after = next((accuracy[key] for key in ("onnxruntime", "quantized") if accuracy[key] is not None), None)
     if before is not None and after is not None and before - after > 0.01:
+        channels = report["config"].get("granularity") == "channel"
+        also = "" if channels else ", --granularity channel"
         found.append(
-            f"accuracy falls by {100 * (before - after):.1f} points: more --epochs, --granularity channel "
-            "or wider --wbits may help"
+            f"accuracy falls by {100 * (before - after):.1f} points: more --epochs{also} or wider --wbits "
+            "may help"
         )
     return found
 

@@ -178,6 +178,15 @@ def test_warnings_say_what_became_worse() -> None:
     assert complete(report)["warnings"] == report["warnings"]  # rendering again adds nothing
 
 
+@pytest.mark.parametrize("granularity", ["tensor", "channel"])
+def test_only_what_was_not_done_is_advised_against_a_loss(granularity: str) -> None:
+    values = measured()
+    values["accuracy"]["onnxruntime"] = 0.9
+    values["config"]["granularity"] = granularity
+    (lower,) = complete(values)["warnings"]
+    assert ("--granularity channel" in lower) == (granularity == "tensor")
+
+
 @pytest.mark.parametrize(
     ("abits", "why"),
     [(8, "its layers are too small"), (32, "with float activations there are no integer kernels")],
