@@ -157,8 +157,11 @@ def _compress(work: Work, to: Sequence[str] = ("onnx",)) -> CompressedModel:
         with work.stage("capture"):
             captured = _capture(work)
         _settle_task(work, captured)
+        metadata = _metadata(work)
         with work.stage("prepare"):
             prepared = prepare(captured, config)
+            # First of all to learn whether torch.onnx can write what is in it.
+            exported_float = export_float(captured, work.example(), config.opset, metadata)
             if "keras" in to and (work.kept is None or work.kept.found is None):
                 check_keras(prepared, work.example(), config)
         with work.stage("calibrate"):
@@ -168,10 +171,7 @@ def _compress(work: Work, to: Sequence[str] = ("onnx",)) -> CompressedModel:
         with work.stage("lower"):
             lowered = lower(prepared)
         with work.stage("export"):
-            example = work.example()
-            metadata = _metadata(work)
-            exported = export_lowered(lowered, example, config, metadata)
-            exported_float = export_float(captured, example, config.opset, metadata)
+            exported = export_lowered(lowered, work.example(), config, metadata)
     work.warnings += [*captured.notes, *measure.constant_channels(lowered.weights)]
     if config.quantizer == "twn":
         work.warnings.append("twn stores 2 bits a weight and uses three of their four levels")
@@ -202,6 +202,12 @@ def _settle_task(work: Work, captured: Captured) -> None:
         if answer != mask:
             raise UsageError(f"the network answers {answer} a sample, its mask is {mask}: they must be alike")
         return
+    if work.metric is None and not (isinstance(outputs, Tensor) and outputs.ndim == 2):
+        given = list(outputs.shape[1:]) if isinstance(outputs, Tensor) else quantity(len(outputs), "output")
+        raise UsageError(
+            f"accuracy needs one row of class scores a sample from the model, this one gives {given}: "
+            "give samples without labels (.npy), then it is compared with the float network"
+        )
     if isinstance(outputs, Tensor) and outputs.ndim == 2 and outputs.shape[1] < classes:
         raise UsageError(
             f"the labels go up to {classes - 1}, the network has {quantity(outputs.shape[1], 'output')}: "
@@ -369,6 +375,7 @@ def _plan(work: Work, to: Sequence[str]) -> dict[str, Any]:
     captured = _capture(work)
     _settle_task(work, captured)
     prepared = prepare(captured, work.config)
+    export_float(captured, work.example(), work.config.opset)
     if "keras" in to:
         check_keras(prepared, work.example(), work.config)
     values = {

@@ -111,6 +111,17 @@ def test_other_kinds_of_data_are_taken(data: Any) -> None:
     assert bool(y.isfinite().all())
 
 
+class Inverse(nn.Module):
+    """An operator that torch.onnx does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linalg.inv(self.head(x).exp())
+
+
 class Several(nn.Module):
     """Outputs that are no class scores."""
 
@@ -168,7 +179,8 @@ def broken_weights() -> nn.Module:
         (network, X[:0], "no samples"),
         (broken_weights, X, "weights that are not finite: 5.weight (1 NaN, 1 infinite of 288)"),
         (lambda: nn.Sequential(nn.Flatten(), nn.ReLU()), X, "nothing to quantise"),
-        (Several, (X, Y), "accuracy needs one row of class scores a sample from the model"),
+        (Several, (X, Y), "class scores a sample from the model, this one gives 2 outputs: give samples"),
+        (lambda: nn.Conv2d(1, 3, 3), (X, Y), "from the model, this one gives [3, 4, 4]: give samples"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_said_in_one_line(make: Callable[[], nn.Module], data: Any, message: str) -> None:
@@ -176,3 +188,9 @@ def test_what_cannot_work_is_said_in_one_line(make: Callable[[], nn.Module], dat
         compress(make(), data, QuantConfig(wbits=2, epochs=1))
     assert message in str(refused.value)
     assert len(str(refused.value).splitlines()) == 1
+
+
+def test_what_torch_onnx_cannot_write_is_said_before_calibration() -> None:
+    with pytest.raises(UsageError, match=r"torch\.onnx has no form of aten\.linalg_inv_ex") as refused:
+        compress(Inverse(), X, QuantConfig(wbits=2, epochs=1))
+    assert refused.value.stage == "prepare"
