@@ -116,6 +116,9 @@ def load_checkpoint(
         _check_ours(content, path, arch, trust_pickle)
         return _ours(content, path, sha256, arch, arch_args)
     state = weights.find_state(content)
+    if several := weights.nested_states(content) if state is None else []:
+        names = ", ".join(several[:8])
+        raise UsageError(f"{path} holds weights at {names}: save those of one network as model.state_dict()")
     if state is None:
         raise UsageError(f"{path} holds no weights (found {_contents(content)}): save model.state_dict()")
     if isinstance(state, nn.Module):

@@ -14,6 +14,9 @@ from ul2q.pipeline.errors import UsageError
 #: keys under which training scripts nest the weights, best first
 NESTINGS = ("state_dict", "model_state_dict", "model", "net", "module", "ema", "model_ema", "ema_state_dict")
 
+# Networks in one file that are looked at.
+_PREFIXES = 8
+
 State = dict[str, torch.Tensor]
 
 
@@ -21,7 +24,8 @@ def find_state(content: Any) -> State | nn.Module | None:
     """Return the weights in ``content``, or its module, however they are nested; None without either.
 
     Args:
-        content: what ``torch.load`` gave: a module, a state dict, or a dict that holds one of them.
+        content: what ``torch.load`` gave: a module, a state dict, or a dict that holds one of them, under a
+            known key or as the only one.
     """
     if isinstance(content, nn.Module):
         return content
@@ -34,7 +38,23 @@ def find_state(content: Any) -> State | nn.Module | None:
         ):
             return found
     pairs = ((k, v) for k, v in content.items() if isinstance(k, str) and isinstance(v, torch.Tensor))
-    return {k: v.detach() for k, v in pairs} or None
+    if found := {k: v.detach() for k, v in pairs}:
+        return found
+    others = nested_states(content)
+    return find_state(content[others[0]]) if len(others) == 1 else None
+
+
+def nested_states(content: Any) -> list[str]:
+    """Return the keys of ``content`` under which there are weights by name and nothing else."""
+    if not isinstance(content, Mapping):
+        return []
+    return [
+        str(key)
+        for key, value in content.items()
+        if isinstance(value, Mapping)
+        and value
+        and all(isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in value.items())
+    ]
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -52,11 +72,11 @@ def match_names(state: State, expected: Iterable[str]) -> State:
         expected: names of the module's own state dict.
 
     Returns:
-        The same tensors, without the ``_orig_mod.`` of torch.compile, and without as many of the first parts
-        that all names share, such as the ``module.`` of DataParallel, as makes most names agree.
+        The same tensors, without the ``_orig_mod.`` of torch.compile, and without the first parts, such as
+        the ``module.`` of DataParallel, that make most names agree; other names stay as they are.
     """
-    expected = set(expected)
-    if set(state) == expected:
+    expected = dict.fromkeys(expected)
+    if state.keys() == expected.keys():
         return state
     # n_averaged is the counter of torch.optim.swa_utils.AveragedModel, no weight
     names = [name for name in state if name != "n_averaged"]
@@ -67,7 +87,14 @@ def match_names(state: State, expected: Iterable[str]) -> State:
     ):
         plain = {name: new.split(".", 1)[1] for name, new in plain.items()}
         candidates.append(plain)
-    plain = max(candidates, key=lambda candidate: len(expected & set(candidate.values())))
+    # A loss or a second network beside it keeps its names: where the first and the longest name are, it is.
+    whole, order = candidates[0], list(expected)
+    ends = tuple(f".{name}" for name in (*order[:1], max(order, key=len, default="")))
+    found = {new[: -len(end)] + "." for new in whole.values() for end in ends if new.endswith(end)}
+    candidates.extend({n: new.removeprefix(p) for n, new in whole.items()} for p in sorted(found)[:_PREFIXES])
+    # Two tensors must not end up under one name.
+    distinct = [c for c in candidates if len(set(c.values())) == len(names)] or [{n: n for n in names}]
+    plain = max(distinct, key=lambda candidate: len(expected.keys() & set(candidate.values())))
     return {plain[name]: state[name] for name in names}
 
 

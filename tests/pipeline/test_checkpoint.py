@@ -137,6 +137,38 @@ def test_tied_weights_stay_tied_in_our_files(path: Path) -> None:
     assert state["0.weight"].data_ptr() == state["1.weight"].data_ptr()
 
 
+@pytest.mark.case("nested-state", outcome="works")
+@pytest.mark.parametrize("key", ["params", "weights", "generator"])
+def test_weights_under_any_single_key(path: Path, key: str) -> None:
+    torch.save({key: mlp().state_dict(), "iter": 7, "optimizer": {"state": {}, "param_groups": []}}, path)
+    assert same(load(path).model, mlp())
+
+
+def test_several_networks_are_named_and_none_is_chosen(path: Path) -> None:
+    torch.save({"params": mlp().state_dict(), "params_ema": mlp(1).state_dict(), "iter": 7}, path)
+    with pytest.raises(UsageError, match=r"holds weights at params, params_ema: save those of one network"):
+        load(path)
+
+
+@pytest.mark.parametrize("prefix", ["model.", "model.net.", "module.student."])
+def test_what_stands_beside_the_network_is_all_that_is_unexpected(path: Path, prefix: str) -> None:
+    weights = {prefix + name: value for name, value in mlp().state_dict().items()}
+    torch.save({"state_dict": {**weights, "criterion.weight": torch.ones(3)}}, path)
+    with pytest.raises(UsageError) as refused:
+        load(path)
+    assert str(refused.value) == f"{path} does not fit MLP: 1 unexpected: criterion.weight"
+
+
+def test_a_prefix_of_some_names_is_no_difference_if_all_fit() -> None:
+    state = {"backbone.a.weight": torch.ones(1), "fc.weight": torch.ones(2)}
+    assert set(match_names(state, ["a.weight", "fc.weight"])) == {"a.weight", "fc.weight"}
+    # but no two tensors take one name, whatever wraps them
+    compiled = {"_orig_mod.a.weight": torch.ones(1), "a.weight": torch.ones(1)}
+    assert set(match_names(compiled, ["a.weight", "b.weight"])) == set(compiled)
+    state["a.weight"] = torch.zeros(1)
+    assert set(match_names(state, ["a.weight", "fc.weight"])) == set(state)
+
+
 # --- what does not fit
 
 
