@@ -109,7 +109,7 @@ class OnnxNetwork(nn.Module):
             steps.append(
                 Step(
                     node.op_type, name, (*node.input, *extra), tuple(node.output), attributes, self.opset,
-                    self.batch,
+                    self.batch, _scope(node),
                 )
             )  # fmt: skip
         return steps
@@ -243,8 +243,8 @@ def _joined(steps: list[Step], constants: dict[str, Any], outputs: Sequence[str]
             bias = _bias_behind(linear, following, constants)
             if bias is not None:
                 gone.add(id(following[0]))
-                linear = Step(
-                    "Linear", linear.name, (*linear.inputs, bias), following[0].outputs, {}, linear.opset
+                linear = replace(
+                    linear, inputs=(*linear.inputs, bias), outputs=following[0].outputs, attributes={}
                 )
         result.append(linear or step)
     return result
@@ -293,7 +293,8 @@ def _as_linear(step: Step, constants: dict[str, Any]) -> Step | None:
             step.get("beta", 1.0)
         )
         inputs.append(f"{step.inputs[2]}.bias")
-    return Step("Linear", step.name, tuple(inputs), step.outputs, {"source": step.inputs[1]}, step.opset)
+    source = {"source": step.inputs[1]}
+    return replace(step, op="Linear", inputs=tuple(inputs), attributes=source, batch=None)
 
 
 def _bias_behind(linear: Step, following: Sequence[Step], constants: Mapping[str, Any]) -> str | None:
@@ -306,13 +307,13 @@ def _bias_behind(linear: Step, following: Sequence[Step], constants: Mapping[str
 
 
 def _layer_name(step: Step, inputs: Sequence[str], taken: set[str]) -> str:
-    """Return a free dotted name for a layer: of its weight, else of its node."""
+    """Return a free dotted name for a layer: of its weight, else of the module it was, else of its node."""
     weight = inputs[0] if step.op == "Gather" else inputs[1].partition("@")[0]
     weight = step.get("source", weight)
     if re.fullmatch(r"[\w.]+\.weight", weight):
         path = weight.removesuffix(".weight")
     else:
-        path = _module_path(step.name)
+        path = step.scope or _module_path(step.name)
     reserved = set(dir(nn.Module())) | {"steps", "places", "graph", "code"}
     path = ".".join(f"{part}_" if part in reserved else part for part in path.split("."))
     candidate, n = path, 1
@@ -320,6 +321,13 @@ def _layer_name(step: Step, inputs: Sequence[str], taken: set[str]) -> str:
         n += 1
         candidate = f"{path}_{n}"
     return candidate
+
+
+def _scope(node: onnx.NodeProto) -> str:
+    """Return the path of the module that torch.onnx notes at a node, innermost before the operator itself."""
+    notes = {entry.key: entry.value for entry in node.metadata_props}
+    paths = re.findall(r"'([^']*)'", notes.get("pkg.torch.onnx.name_scopes", ""))
+    return paths[-2] if len(paths) > 1 and re.fullmatch(r"\w+(\.\w+)*", paths[-2]) else ""
 
 
 def _module_path(name: str) -> str:

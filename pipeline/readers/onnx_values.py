@@ -34,6 +34,7 @@ class Step:
         attributes: plain values; tensors are torch tensors.
         opset: version of the operator set.
         batch: the batch size if the file fixes it, else None.
+        scope: path of the module that the node was written for; empty where the file does not say.
     """
 
     op: str
@@ -43,6 +44,7 @@ class Step:
     attributes: dict[str, Any] = field(default_factory=dict)
     opset: int = 21
     batch: int | None = None
+    scope: str = ""
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return an attribute."""

@@ -20,6 +20,7 @@ from ul2q.pipeline.compress import compress_file
 from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.graph.capture import capture
+from ul2q.pipeline.graph.prepare import prepare
 from ul2q.pipeline.readers.onnx_file import compare, load_onnx
 from ul2q.runtimes import onnxruntime as runtime
 
@@ -199,6 +200,33 @@ def test_an_exported_network_is_compressed(randomise: Any, tmp_path: Path, dynam
     found = next(iter(runtime.run(runtime.session(folder / "float.onnx"), x.numpy()).values()))
     with torch.no_grad():
         np.testing.assert_allclose(found, model(x).numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_layers_are_called_as_in_the_network_that_was_exported(tmp_path: Path) -> None:
+    nodes = [
+        node("MatMul", "x val_5", "m"),
+        node("Add", "m fc.bias", "a"),
+        node("LayerNormalization", "a scale shift", "n"),
+        node("MatMul", "n val_7", "y"),
+    ]
+    scopes = (
+        "['', 'blocks.0', 'blocks.0.fc', 'linear']",
+        "['add']",
+        "['', 'norm', 'layer_norm']",
+        "['linear']",
+    )
+    for written, scope in zip(nodes, scopes, strict=True):
+        entry = written.metadata_props.add()
+        entry.key, entry.value = "pkg.torch.onnx.name_scopes", scope
+    constants = {"val_5": weights(6, 5), "fc.bias": weights(5), "val_7": weights(5, 3)}
+    path = write(tmp_path / "m.onnx", nodes, ["N", 4, 6], scale=weights(5), shift=weights(5), **constants)
+    network = agrees(path, (3, 4, 6))
+    plan = prepare(capture(network, [torch.zeros(2, 4, 6)]), QuantConfig(wbits=4)).layers
+    assert [(layer.name, layer.op, layer.reason) for layer in plan] == [
+        ("blocks.0.fc", "Linear", None),
+        ("norm", "layer_norm", "layer_norm uses its parameters in float"),
+        ("y", "Linear", None),  # no module is noted: after its node
+    ]
 
 
 def test_names_of_inputs_and_outputs_are_kept(tmp_path: Path) -> None:
