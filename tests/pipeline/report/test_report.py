@@ -178,6 +178,12 @@ def test_warnings_say_what_became_worse() -> None:
     assert complete(report)["warnings"] == report["warnings"]  # rendering again adds nothing
 
 
+def test_what_reads_the_same_is_no_slower() -> None:
+    values = measured()
+    values["latency_ms"]["quantized"] = 0.2004  # against 0.200
+    assert complete(values)["warnings"] == []
+
+
 @pytest.mark.parametrize("granularity", ["tensor", "channel"])
 def test_only_what_was_not_done_is_advised_against_a_loss(granularity: str) -> None:
     values = measured()
