@@ -32,7 +32,9 @@ def _pad(loading: Loading, operator: Operator) -> None:
     mode = operator.attributes.get("mode", b"constant")
     plain = mode == b"constant" and value.rank == 4 and widths is not None and value.flat is None
     if not plain or (0 if fill is None else float(fill)) != zero or loading.constant(operator, 3) is not None:
-        raise refuse(loading, operator, f"of mode {mode.decode()} with {fill}")
+        raise refuse(
+            loading, operator, f"of {value.rank} dimensions, mode {mode.decode()}, value {fill or 0}"
+        )
     padded = pairs([int(w) for w in widths], 4)
     if any(p for pair in padded[:2] for p in pair):
         raise refuse(loading, operator, "of batch or channels")
