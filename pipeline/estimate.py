@@ -129,5 +129,5 @@ def estimate_tables(counts: Mapping[str, Any], console: Console) -> None:
         before, after = counts[f"float_{key}"], counts[key]
         totals.add_row(label, text.size(before), text.size(after), f"{before / after:.2f}")
     bits = (counts["float_bit_operations"], counts["bit_operations"])
-    totals.add_row("bit operations", *(f"{n:.3g}" for n in bits), f"{bits[0] / bits[1]:.2f}")
+    totals.add_row("bit operations", *map(text.count, bits), f"{bits[0] / bits[1]:.2f}")
     console.print(totals)

@@ -44,10 +44,6 @@ def _bytes(value: Value) -> str:
     return text.size(None if value is None else int(value))
 
 
-def _count(value: Value) -> str:
-    return text.NONE if value is None else f"{value:,.0f}"
-
-
 def _bits(value: Value) -> str:
     return text.NONE if value is None else f"{value:.2f}"
 
@@ -64,7 +60,7 @@ _NUMBERS: Final[tuple[tuple[str, str, Callable[[Report], Value], Callable[[Value
     ("weight_bits_mean", "bits a weight", lambda r: r["size"]["weight_bits_mean"], _bits),
     ("latency_float_ms", "time a sample, float", lambda r: r["latency_ms"]["float"], text.milliseconds),
     ("latency_ms", "time a sample, quantised", lambda r: r["latency_ms"]["quantized"], text.milliseconds),
-    ("bit_operations", "bit operations", lambda r: r["operations"]["bit_operations"], _count),
+    ("bit_operations", "bit operations", lambda r: r["operations"]["bit_operations"], text.count),
     ("planned_peak_bytes", "planned peak memory", lambda r: r["memory"]["planned_peak_bytes"], _bytes),
     (
         "measured_peak_rss_bytes",

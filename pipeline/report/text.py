@@ -59,6 +59,24 @@ def size(count: int | None) -> str:
     return f"{value:.1f} GB"
 
 
+def count(number: float | None) -> str:
+    """Write a number of things, from ten million on in four digits.
+
+    Returns:
+        For example ``5,760,000`` or ``12.57 G`` (M, G, T, P: 10⁶, 10⁹, 10¹², 10¹⁵).
+    """
+    if number is None:
+        return NONE
+    if number < 1e7:
+        return f"{number:,.0f}"
+    value = number / 1e6
+    for unit in "MGT":
+        if round(value, 1) < 1000:
+            return f"{value:#.4g} {unit}"
+        value /= 1000
+    return f"{value:#.4g} P"
+
+
 def percent(fraction: float | None) -> str:
     """Write a fraction.
 
@@ -243,7 +261,8 @@ def parities(report: Report) -> list[Row]:
             continue
         notes = []
         if parity["max_steps"] is not None:
-            notes.append(f"{parity['max_steps']:g} step{'' if parity['max_steps'] == 1 else 's'} from torch")
+            steps = f"{parity['max_steps']:.3g}"  # scales are float32: one step may come out as 0.999999
+            notes.append(f"{steps} step{'s' * (steps != '1')} from torch")
         elif parity["max_abs"] is not None:
             notes.append(f"{parity['max_abs']:.2g} from torch")
         if parity["argmax_agreement"] is not None:

@@ -289,6 +289,28 @@ def test_sizes_have_a_unit(count: int | None, shown: str) -> None:
     assert text.size(count) == shown
 
 
+@pytest.mark.parametrize(
+    ("count", "shown"),
+    [
+        (None, "–"), (0, "0"), (9_999_999, "9,999,999"), (1e7, "10.00 M"), (12_567_707_648, "12.57 G"),
+        (999_940_000, "999.9 M"), (999_960_000, "1.000 G"), (15_912_249_851_904, "15.91 T"),
+        (3e15, "3.000 P"),
+    ],
+)  # fmt: skip
+def test_large_counts_are_short(count: float | None, shown: str) -> None:
+    assert text.count(count) == shown
+
+
+@pytest.mark.parametrize(
+    ("steps", "shown"),
+    [(0.0, "0 steps"), (0.99999988, "1 step"), (1.0000001, "1 step"), (2.0, "2 steps"), (0.5, "0.5 steps")],
+)
+def test_steps_are_told_as_far_as_they_are_exact(steps: float, shown: str) -> None:
+    values = measured()
+    values["parity"]["onnxruntime"] |= {"max_steps": steps}
+    assert text.parities(complete(values))[0].note.startswith(f"{shown} from torch")
+
+
 def test_further_metrics_have_a_row_each() -> None:
     values = measured() | {"metrics": {"mae": {"float": 0.03125, "quantized": None}}}
     assert "| mae | 0.03125 | – |  |\n" in render.markdown(complete(values))
