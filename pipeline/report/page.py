@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,13 @@ def render(template: str, **values: Any) -> str:
         trim_blocks=True,
         keep_trailing_newline=True,
     )
+    environment.filters["parts"] = _parts
     return environment.get_template(template).render(**values)
+
+
+def _parts(name: str) -> list[str]:
+    """Return ``name`` in pieces that wrap better than words do: cut behind ``.``, ``_`` and ``/``."""
+    return re.split(r"(?<=[._/])(?=\w)", name)
 
 
 def html(report: Report) -> str:
@@ -128,7 +135,7 @@ def _operations(report: Report) -> list[tuple[str, ...]]:
         ("times the bits of both factors", counted["float_bit_operations"], counted["bit_operations"]),
     )
     return [
-        (label, *(text.NONE if value is None else f"{value:,}" for value in values))
+        (label, *map(text.count, values))
         for label, *values in rows
         if any(value is not None for value in values)
     ]

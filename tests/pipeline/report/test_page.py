@@ -20,7 +20,7 @@ from ul2q.pipeline.report.compare import Comparison
 from ul2q.pipeline.report.schema import Report, complete
 
 Make = Callable[..., Report]
-VOID = {"meta", "link", "br", "img", "rect", "line", "path"}
+VOID = {"meta", "link", "br", "wbr", "img", "rect", "line", "path"}
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -69,8 +69,8 @@ class Page(HTMLParser):
         return [(attrs, "".join(data)) for tag, attrs, data in self.elements if tag in tags]
 
     def skeleton(self) -> list[tuple[str, list[str]]]:
-        """Tags and names of attributes: what does not depend on texts."""
-        return [(tag, list(attrs)) for tag, attrs, _ in self.elements]
+        """Tags and names of attributes, but for places to wrap a name: what does not depend on texts."""
+        return [(tag, list(attrs)) for tag, attrs, _ in self.elements if tag != "wbr"]
 
 
 @pytest.fixture(params=["report", "plan", "channels", "comparison"])
@@ -171,12 +171,22 @@ def test_the_page_speaks_of_intervals_where_it_shows_them(make_report: Make, nam
 
 def test_memory_and_arithmetic_are_in_numbers(make_report: Make, names: list[str]) -> None:
     source = page.html(make_report(names))
-    rows = [re.sub(r"<[^>]*>+", "|", row) for row in re.findall("<tr role=.row.>.*</tr>", source)]
+    rows = [
+        re.sub(r"<[^>]*>+", "|", row.replace("<wbr>", ""))
+        for row in re.findall("<tr role=.row.>.*</tr>", source)
+    ]
     shown = {re.sub(r"\|+", "|", row) for row in rows}
     assert "|planned: weights and live activations|99.0 kB|14.0 kB|" in shown
     assert "|measured: a process that loads and runs the file|90.0 MB|80.0 MB|" in shown
     assert "|times the bits of both factors|1,024,000|16,000|" in shown
     assert f"|{names[0]}|10,000|" in shown
+
+
+def test_long_names_wrap_between_their_parts(make_report: Make) -> None:
+    source = page.html(make_report(["encoder_stages.10.conv", "a/b <br>.c", "end."]))
+    assert source.count('<span class="name">encoder_<wbr>stages.<wbr>10.<wbr>conv</span>') == 4
+    assert source.count('<th scope="row" role="rowheader">a/<wbr>b &lt;br&gt;.<wbr>c</th>') == 3
+    assert ">end.</span>" in source
 
 
 def test_names_are_text_whatever_they_hold(make_report: Make) -> None:
@@ -267,6 +277,18 @@ for (const element of page.querySelectorAll("body *")) {
   const hides = style.overflow !== "visible" && !element.closest("svg");
   if (hides && element.scrollWidth > element.clientWidth + 1) found.push("cut: " + element.outerHTML);
 }
+for (const cell of page.querySelectorAll("td.right")) {
+  const range = page.createRange(), text = cell.firstChild;
+  for (let i = 1; text && i < text.length; i++) {
+    if (!/[\\d.,]\\d/.test(text.data.slice(i - 1, i + 1))) continue;
+    const tops = [i - 1, i].map(at => {
+      range.setStart(text, at);
+      range.setEnd(text, at + 1);
+      return range.getBoundingClientRect().top;
+    });
+    if (Math.abs(tops[0] - tops[1]) > 4) found.push("torn: " + text.data);
+  }
+}
 const boxes = [], walker = page.createTreeWalker(page.body, NodeFilter.SHOW_TEXT);
 for (let node; (node = walker.nextNode());) {
   if (!node.data.trim() || node.parentElement.closest("svg")) continue;
@@ -286,17 +308,21 @@ document.body.textContent = JSON.stringify({texts: boxes.length, found: lines});
 
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 @pytest.mark.parametrize("compared", [False, True])
-@pytest.mark.parametrize("width", [375, 1280])
+@pytest.mark.parametrize(("width", "medium"), [(375, "screen"), (1280, "screen"), (688, "print")])
 def test_a_browser_lays_it_out_without_clipping_or_overlap(
-    make_report: Make, names: list[str], tmp_path: Path, width: int, compared: bool
+    make_report: Make, names: list[str], tmp_path: Path, width: int, medium: str, compared: bool
 ) -> None:
     assert CHROMIUM is not None
-    report = make_report([*names[:20], *HOSTILE])
+    long = [f"feature_extractor.backbone_stages.{i}.residual_block.convolution" for i in range(7)]
+    report = make_report([*names[:20], *long, *HOSTILE])
+    report["operations"] |= {"multiply_adds": 15_539_306_496, "float_bit_operations": 15_912_249_851_904}
     source = page.html(report)
     if compared:
-        values: dict[str, Any] = dict(make_report([*names[5:20], *HOSTILE], k=4))
+        values: dict[str, Any] = dict(make_report([*names[5:20], *long[:5], *HOSTILE], k=4))
         values["model"] |= {"sha256": "cd" * 32}
         source = page.comparison_html(Comparison((HOSTILE[0], HOSTILE[7]), (report, complete(values))))
+    if medium == "print":  # width: that of the text on A4
+        source = source.replace("@media screen", "@media print").replace("@media print {", "@media all {")
     frame = f'<iframe style="width:{width}px;height:800px;border:0" srcdoc="{html.escape(source)}"></iframe>'
     script = f"addEventListener('load', () => {{{MEASURE}}});"
     file = tmp_path / "frame.html"
