@@ -13,6 +13,8 @@ from ul2q.pipeline.errors import UsageError
 
 #: keys under which training scripts nest the weights, best first
 NESTINGS = ("state_dict", "model_state_dict", "model", "net", "module", "ema", "model_ema", "ema_state_dict")
+#: names that an error lists: of a network of hundreds, the first tell which one it is
+_LISTED = 20
 
 # Networks in one file that are looked at.
 _PREFIXES = 8
@@ -141,7 +143,9 @@ def fit(module: nn.Module, state: State, where: str) -> None:
 
 
 def _listed(names: Iterable[str]) -> str:
-    return ", ".join(" ".join(name.split()) for name in names)  # a damaged file's may hold line breaks
+    shown = [" ".join(name.split()) for name in names]  # a damaged file's may hold line breaks
+    more = len(shown) - _LISTED
+    return ", ".join(shown[:_LISTED]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def _differences(expected: Mapping[str, Any], state: State) -> list[str]:
