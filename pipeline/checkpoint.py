@@ -353,21 +353,19 @@ def build_network(arch: str, args: Mapping[str, Any]) -> nn.Module:
     try:
         factory = operator.attrgetter(attribute)(importlib.import_module(module_name))
     except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(f"--arch {arch} cannot be imported: {error}") from error
+        raise UsageError(f"{arch} cannot be imported: {error}") from error
     except (*_DAMAGED, SyntaxError, NameError) as error:
-        raise UsageError(f"--arch {arch} cannot be imported: {_raised(error)}") from error
+        raise UsageError(f"{arch} cannot be imported: {_raised(error)}") from error
     try:
         model = factory(**args)
     except TypeError as error:
-        raise UsageError(f"--arch {arch} does not take {dict(args)}: {error}") from error
+        raise UsageError(f"{arch} does not take {dict(args)}: {error}") from error
     except (*_DAMAGED, ImportError, NameError) as error:
         raise UsageError(
-            f"--arch {arch} fails with {dict(args)}: {_raised(error)}: correct it, or give other --arch-args"
+            f"{arch} fails with {dict(args)}: {_raised(error)}: correct it, or give other --arch-args"
         ) from error
     if not isinstance(model, nn.Module):
-        raise UsageError(
-            f"--arch {arch} gives a {type(model).__name__}: name a callable that returns an nn.Module"
-        )
+        raise UsageError(f"{arch} gives a {type(model).__name__}: name a callable that returns an nn.Module")
     return model.float()
 
 

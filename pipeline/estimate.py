@@ -90,16 +90,24 @@ def _network(
     """
     path = Path(model)
     unshaped = UsageError(f"{model} does not say the shape of its input: give --input-shape C,H,W")
-    if not path.exists() and ":" in model:
+    is_name = not path.exists() and (":" in model or not path.suffix)
+    if is_name and arch is not None:
+        raise UsageError(f"--arch {arch} names the network of a file, and {model} is none: leave it out")
+    if is_name and ":" in model:
+        network = build_network(model, arch_args or {}).eval()
         if input_shape is None:
             raise unshaped
-        return build_network(model, arch_args or {}).eval(), input_shape
-    if not path.exists() and not path.suffix:
+        return network, input_shape
+    if is_name:
         args = dict(arch_args or {})
         if input_shape is not None:
             known = models.arguments_for(model, input_shape, models.get(model).num_classes)
             args = {**known, **args}
         return models.build(model, **args).eval(), input_shape or models.input_shape(model, args)
+    if not path.exists():
+        raise UsageError(
+            f"{model} does not exist: give a model file, a network by name, or package.module:callable"
+        )
     checkpoint, _ = load_model(path, arch, arch_args, trust_pickle)
     shape = input_shape or checkpoint.input_shape
     if shape is None and checkpoint.arch in models.names():

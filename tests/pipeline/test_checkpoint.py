@@ -197,6 +197,15 @@ def test_all_differences_are_named_and_nothing_is_loaded(path: Path) -> None:
     )
 
 
+def test_the_weights_of_a_large_network_are_named_in_part(path: Path) -> None:
+    layers = {f"blocks.{i}.weight": torch.zeros(1) for i in range(1_021)}
+    torch.save(layers, path)
+    with pytest.raises(
+        UsageError, match=r"1021 unexpected: blocks\.0\.weight, .*\.19\.weight and 1,001 more$"
+    ):
+        load(path)
+
+
 @pytest.mark.case("wrong-keys", outcome="refused")
 def test_failing_fit_leaves_the_module_as_it_was() -> None:
     model, other = mlp(0), mlp(1)
@@ -455,7 +464,7 @@ def test_own_network_by_module_and_callable(
         build_network(f"{name}.small", {"depth": 4})
     with pytest.raises(UsageError, match="gives a int"):
         build_network(f"{name}.number", {})
-    with pytest.raises(UsageError, match=rf"^--arch {name}\.broken fails with .*: ValueError: no such: "):
+    with pytest.raises(UsageError, match=rf"^{name}\.broken fails with .*: ValueError: no such: "):
         build_network(f"{name}.broken", {"width": 4})
     with pytest.raises(UsageError, match=r"unfinished fails with \{\}: NameError: name 'wide'"):
         build_network(f"{name}.unfinished", {})

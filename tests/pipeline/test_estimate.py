@@ -66,6 +66,19 @@ def test_a_network_of_the_user_is_counted() -> None:
         (["lenet6", "--wbits", "2", "--abits", "8"], "did you mean lenet5"),
         (["torch.nn:ReLU", "--wbits", "2", "--abits", "8"], "torch.nn:ReLU does not say the shape"),
         (["none.pt", "--wbits", "2", "--abits", "8"], "none.pt does not exist"),
+        (
+            ["torch.relu", "--wbits", "2", "--abits", "8"],
+            "torch.relu does not exist: give a model file, a netw",
+        ),
+        (
+            ["none.of:these", "--wbits", "2", "--abits", "8"],
+            "error: none.of:these cannot be imported: No module",
+        ),
+        (["torch.nn:Linear", "--wbits", "2", "--abits", "8"], "error: torch.nn:Linear does not take {}: "),
+        (
+            ["lenet5", "--arch", "mlp", "--wbits", "2", "--abits", "8"],
+            "--arch mlp names the network of a file",
+        ),
     ],
 )
 def test_unusable_input_is_one_line(
