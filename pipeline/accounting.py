@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from ul2q.pipeline.graph import operators
 from ul2q.pipeline.graph.folding import master_weight
-from ul2q.pipeline.graph.prepare import LayerPlan, Prepared, sample_elements
+from ul2q.pipeline.graph.prepare import LayerPlan, Prepared, node_name, sample_elements
 from ul2q.pipeline.quantize.fake import ActivationQuantizer
 
 aten = torch.ops.aten
@@ -206,7 +206,7 @@ class _Liveness:
             owner = self.owner[node]
             if owner is node or self._fused(node):  # the last of a fused group says how wide its result is
                 size[owner] = self._bytes(node)
-                label[owner] = self.sites[node.name].name if node.name in self.sites else owner.name
+                label[owner] = self.sites[node.name].name if node.name in self.sites else node_name(owner)
             readers = [self.order[reader] for reader in node.users if reader in self.order]
             last[owner] = max(last.get(owner, 0), self.order[node], *readers)
         made = [node for node in self.nodes if self.owner[node] is node and node.op != "output"]

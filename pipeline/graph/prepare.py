@@ -223,7 +223,7 @@ class _Preparation:
         if len(parameters) == 1:
             return parameters[0].removesuffix(".weight")
         owners = {name.rpartition(".")[0] for name in parameters}
-        return (len(owners) == 1 and owners.pop()) or self._function_name(node)
+        return (len(owners) == 1 and owners.pop()) or node_name(node)
 
     def _plan_of_parameters(self, name: str, parameters: Sequence[str], nodes: list[fx.Node]) -> LayerPlan:
         count = sum(attribute(self.module, parameter).numel() for parameter in parameters)
@@ -344,15 +344,21 @@ class _Preparation:
         sites = {site.name for site in self.sites}
         if node.op == "call_module" and self._is_integer(node) and node.target not in sites:
             return str(node.target)
-        name = str(node.target) if node.op == "placeholder" else self._function_name(node)
+        name = node_name(node)
         if node.op == "call_module" and not self._is_integer(node):
             name += ".output"
         return _unused(name, self.names | sites)
 
-    def _function_name(self, node: fx.Node) -> str:
-        if node.op == "call_module":
-            return str(node.target)
-        return ".".join(part for part in (stack_path(node), _operator_name(node)) if part)
+
+def node_name(node: fx.Node) -> str:
+    """Name ``node`` by its module, input or operator.
+
+    Returns:
+        For example ``layer1.0.conv1``, or ``layer1.0.add`` for an operator within the module ``layer1.0``.
+    """
+    if node.op in ("call_module", "placeholder"):
+        return str(node.target)
+    return ".".join(part for part in (stack_path(node), _operator_name(node)) if part)
 
 
 def _operator_name(node: fx.Node) -> str:

@@ -57,6 +57,19 @@ def test_live_memory_of_the_float_network_has_no_quantisers() -> None:
     assert accounting.peak(steps) == WEIGHTS_32 + 4800
 
 
+def test_live_memory_names_layers_in_float_too() -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Conv2d(1, 1, 1)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers[0](x) * 2
+
+    steps = accounting.live_memory(prepared(nn.Sequential(Inner()), 1, 4, 4, exclude=("*",)), 2, 8)
+    assert [step.name for step in steps] == ["input", "0.layers.0", "0.mul"]
+
+
 def test_what_stays_in_float_counts_four_bytes() -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.GELU(), nn.Conv2d(2, 1, 1))
     steps = accounting.live_memory(prepared(model, 1, 4, 4), 2, 8)
