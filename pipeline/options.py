@@ -83,12 +83,12 @@ def console() -> Console:
     """Make the console for results.
 
     Returns:
-        One that fits the terminal, or is wide where there is none.
+        One that fits the terminal, or as wide as its tables where there is none.
     """
     from rich.console import Console
 
-    # A pipe or a file has no width: do not fold tables there.
-    return Console(width=None if sys.stdout.isatty() else 160)
+    # A pipe or a file has no width: fold neither tables nor names there. Tables take what they need of it.
+    return Console(width=None if sys.stdout.isatty() else 10_000)
 
 
 def print_json(document: object) -> None:

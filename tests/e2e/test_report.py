@@ -47,6 +47,14 @@ def test_pages_are_written_again(cli: Any, run: Path) -> None:
     assert {path.name for path in run.iterdir()} == {"report.json", "report.html", "report.md"}
 
 
+def test_long_names_stay_whole_where_there_is_no_terminal(cli: Any, run: Path) -> None:
+    path, name = run / "report.json", ".".join(["a_stage_of_the_network"] * 20)
+    path.write_text(path.read_text(encoding="utf-8").replace('"conv"', f'"{name}"'), encoding="utf-8")
+    lines = cli("report", run).out.splitlines()
+    assert sum(f" {name} " in line for line in lines) == 1
+    assert max(map(len, lines)) < 2 * len(name)  # tables are no wider than their content
+
+
 def test_the_page_can_go_elsewhere(cli: Any, run: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     assert cli("report", run, "-o", page, "--json").json()["config"]["wbits"] == 2
