@@ -239,7 +239,7 @@ def _warnings(report: Report) -> list[str]:
     # What reads the same is as fast.
     shown = [f"{latency[key] or 0:.3f}" for key in ("quantized", "float")]
     if latency["ratio"] is not None and latency["ratio"] > 1 and shown[0] != shown[1]:
-        why = "its layers are too small, or of a kind without fast integer kernels"
+        why = "its layers are too small, of a kind without fast integer kernels, or between layers in float"
         if report["config"].get("abits") == 32:
             why = "with float activations there are no integer kernels, --abits 8 has them"
         found.append(
