@@ -44,6 +44,10 @@ def _bytes(value: Value) -> str:
     return text.size(None if value is None else int(value))
 
 
+def _shortened(digest: str) -> str:
+    return digest if len(digest) <= 12 else f"{digest[:12]}…"
+
+
 def _bits(value: Value) -> str:
     return text.NONE if value is None else f"{value:.2f}"
 
@@ -116,6 +120,14 @@ class Comparison:
         pairs = {key: [first.get(key), second.get(key)] for key in dict.fromkeys([*first, *second])}
         return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
+    def option_rows(self) -> list[tuple[str, ...]]:
+        """Return the rows (option, first, second) in words; of a hash the first digits."""
+        rows = []
+        for key, pair in self.options().items():
+            cells = map(text.shown, pair)
+            rows.append((key, *(_shortened(cell) if key == "model sha256" else cell for cell in cells)))
+        return rows
+
     def layers(self) -> list[tuple[str, Layer | None, Layer | None]]:
         """Return the layers that differ, with None where one run lacks them."""
         first, second = ({layer["name"]: layer for layer in report["layers"]} for report in self.reports)
@@ -166,8 +178,7 @@ def _cells(layer: Layer | None) -> tuple[str, ...]:
 def tables(comparison: Comparison, console: Console) -> None:
     """Print ``comparison`` on ``console``."""
     _table(console, ("", *comparison.names), comparison.number_rows())
-    options = [(key, *map(text.shown, pair)) for key, pair in comparison.options().items()]
-    _table(console, ("option", *comparison.names), options)
+    _table(console, ("option", *comparison.names), comparison.option_rows())
     rows = comparison.layer_rows()
     same = len({layer["name"] for report in comparison.reports for layer in report["layers"]}) - len(rows)
     _table(console, LAYER_HEADER, rows)

@@ -99,7 +99,7 @@ def comparison_html(comparison: Comparison) -> str:
         ],
         numbers=comparison.number_rows(),
         charts=pictures.runs(comparison.names, first, second),
-        options=[(key, *map(text.shown, pair)) for key, pair in comparison.options().items()],
+        options=comparison.option_rows(),
         layer_header=compare.LAYER_HEADER,
         layers=comparison.layer_rows(),
         layer_charts=pictures.layers_of_runs(comparison.layers()),

@@ -165,9 +165,15 @@ def sqnr(report: Report) -> Chart:
 
 
 def _pairs(
-    rows: Iterable[tuple[str, Value, Value]], write: Callable[[Value], str], top: Value = None
+    rows: Iterable[tuple[str, Value, Value]],
+    write: Callable[[Value], str],
+    top: Value = None,
+    of_two_runs: bool = False,
 ) -> Chart:
-    """Return two bars a row from 0, before and after; the axis ends at ``top`` or the largest."""
+    """Return two bars a row from 0, before and after; the axis ends at ``top`` or the largest.
+
+    A value that one of ``of_two_runs`` lacks has a dash, so that it shows which of them has the other.
+    """
     listed = list(rows)
     known = [value for _, *both in listed for value in both if value is not None]
     if not known:
@@ -178,7 +184,8 @@ def _pairs(
         found = [
             (value, kind) for value, kind in zip(both, ("before", "after"), strict=True) if value is not None
         ]
-        words = " → ".join(write(value) for value, _ in found) or text.NONE
+        shown = both if of_two_runs else [value for value, _ in found]
+        words = " → ".join(map(write, shown)) if found else text.NONE
         spans = tuple(_bar(axis, min(value, 0), max(value, 0), kind) for value, kind in found)
         drawn.append(Row(name, words, spans))
     return Chart(drawn, write(axis.low), write(axis.high))
@@ -224,7 +231,8 @@ def activations(report: Report) -> Chart:
         rows.append(
             Row(
                 site["name"],
-                f"{words}; step {site['scale']:.3g}, zero point {site['zero_point']}",
+                f"{words}; step\N{NO-BREAK SPACE}{site['scale']:.3g}, "
+                f"zero\N{NO-BREAK SPACE}point\N{NO-BREAK SPACE}{site['zero_point']}",
                 tuple(spans),
                 zero,
             )
@@ -323,5 +331,8 @@ def layers_of_runs(pairs: Iterable[tuple[str, Layer | None, Layer | None]]) -> l
     listed = list(pairs)
     sizes = [(name, a and a["bytes_quantized"], b and b["bytes_quantized"]) for name, a, b in listed]
     noise = [(name, a and a["sqnr_db"], b and b["sqnr_db"]) for name, a, b in listed]
-    charts = [("Bytes", _pairs(sizes, _size)), ("Signal-to-noise ratio", _pairs(noise, _decibels))]
+    charts = [
+        ("Bytes", _pairs(sizes, _size, of_two_runs=True)),
+        ("Signal-to-noise ratio", _pairs(noise, _decibels, of_two_runs=True)),
+    ]
     return [(title, chart) for title, chart in charts if chart.rows]

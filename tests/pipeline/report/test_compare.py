@@ -56,6 +56,14 @@ def test_only_what_differs_is_listed(comparison: Comparison, names: list[str]) -
     assert (same.options(), same.layers()) == ({}, [])
 
 
+def test_a_hash_is_told_by_its_first_digits(make_report: Make, names: list[str]) -> None:
+    first = make_report(names[:3])
+    other: dict[str, Any] = {**first, "model": {**first["model"], "sha256": "cd" * 32}}
+    pair = Comparison(("a", "b"), (first, complete(other)))
+    assert pair.option_rows() == [("model sha256", "abababababab…", "cdcdcdcdcdcd…")]
+    assert pair.options() == {"model sha256": ["ab" * 32, "cd" * 32]}
+
+
 def test_json_holds_the_same(comparison: Comparison, names: list[str]) -> None:
     document = json.loads(json.dumps(comparison.to_dict(), allow_nan=False))
     assert document["runs"] == ["one", "two"]

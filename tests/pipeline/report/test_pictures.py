@@ -185,3 +185,14 @@ def test_live_memory_names_its_peak(make_report: Make, names: list[str]) -> None
     )
     values: dict[str, Any] = {**report, "memory": {}}
     assert pictures.live_memory(complete(values)) is None
+
+
+def test_a_dash_tells_which_run_lacks_a_layer(make_report: Make, names: list[str]) -> None:
+    layers = make_report(names[:3])["layers"][:2]
+    one, other = layers
+    (_, sizes), (_, noise) = pictures.layers_of_runs([("gone", one, None), ("new", None, other)])
+    assert [row.value for row in sizes.rows] == [
+        f"{one['bytes_quantized']} bytes → –", f"– → {other['bytes_quantized']} bytes",
+    ]  # fmt: skip
+    assert [row.value.split(" → ").index("–") for row in noise.rows] == [1, 0]
+    assert [row.spans[0].kind for row in sizes.rows] == ["before", "after"]
