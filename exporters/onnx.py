@@ -29,7 +29,7 @@ from ul2q.exporters.serialize import serialized
 from ul2q.exporters.translations import TRANSLATIONS
 from ul2q.exporters.unpacking import Unpacker
 from ul2q.pipeline.config import QuantConfig
-from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.errors import UsageError, first_line
 from ul2q.pipeline.files import beside, replacing_file, replacing_folder
 from ul2q.pipeline.graph.capture import Captured, quiet
 from ul2q.pipeline.graph.layers import LoweredWeight
@@ -237,8 +237,7 @@ def _refusal(error: BaseException) -> str:
     missing = re.search(r"No ONNX function found for .*?op='([\w.]+)'", str(error))
     if missing is not None:
         return f"torch.onnx has no form of {missing[1]}: replace it in the network"
-    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return f"torch.onnx cannot write this network: {reason}"
+    return f"torch.onnx cannot write this network: {first_line(error)}"
 
 
 def _drop_zero_biases(model: ir.Model) -> None:

@@ -25,7 +25,7 @@ from torch import nn
 from ul2q import models
 from ul2q.pipeline import weights
 from ul2q.pipeline.data import Preprocess
-from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.errors import UsageError, first_line
 from ul2q.pipeline.programs import from_exported
 from ul2q.pipeline.sniff import Kind, sniff
 from ul2q.pipeline.tensor_files import write_tensors
@@ -304,7 +304,7 @@ def _read_program(path: Path, kind: Kind) -> nn.Module:
                 return torch.jit.load(path, map_location="cpu").eval()
             program = torch.export.load(path)
     except (*_DAMAGED, pickle.UnpicklingError, AssertionError) as error:
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "damaged")
+        reason = first_line(error, "damaged")
         raise UsageError(
             f"{path} cannot be loaded in torch {torch.__version__} ({reason}): save it again, or {_SAFE_WAY}"
         ) from error
@@ -376,8 +376,7 @@ def _see_own_folder() -> None:
 
 
 def _raised(error: BaseException) -> str:
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
-    return f"{type(error).__name__}: {first}"
+    return f"{type(error).__name__}: {first_line(error, 'no message')}"
 
 
 def save_checkpoint(

@@ -15,6 +15,12 @@ def one_line(text: str) -> str:
     return "".join(shown)
 
 
+def first_line(error: BaseException, otherwise: str | None = None) -> str:
+    """Return the first line of a message that is not empty; without one ``otherwise``, or the type's name."""
+    lines = (line.strip() for line in str(error).splitlines() if line.strip())
+    return next(lines, otherwise or type(error).__name__)
+
+
 def quantity(count: int, name: str) -> str:
     """Return ``count`` and what is counted, as in "1 step" and "2,000 steps"."""
     return f"{count:,} {name}{'' if count == 1 else 's'}"

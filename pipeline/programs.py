@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
-from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.errors import UsageError, first_line
 
 aten = torch.ops.aten
 
@@ -48,11 +48,9 @@ def as_module(model: nn.Module, example: Sequence[Tensor]) -> nn.Module:
             warnings.simplefilter("ignore")  # about counters that no inference uses
             program = TS2EPConverter(model, tuple(example)).convert()
     except _REFUSALS as error:
-        reason = next(
-            (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
-        )
         raise UsageError(
-            f"this TorchScript program cannot be translated ({reason}): give the checkpoint it was made from"
+            f"this TorchScript program cannot be translated ({first_line(error)}): give the checkpoint "
+            "it was made from"
         ) from error
     return from_exported(program)
 

@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, export
 from torch.utils import _pytree as pytree
 
-from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.errors import UsageError, first_line
 from ul2q.pipeline.graph.inputs import input_names
 from ul2q.pipeline.graph.rebuild import LayerBuilder
 from ul2q.pipeline.programs import as_module
@@ -110,7 +110,7 @@ def _capture(model: nn.Module, example: list[Tensor], own_tensors: bool) -> Capt
             shapes = _dynamic_shapes(model, example)
             program = export(model, tuple(example), dynamic_shapes=shapes, strict=False)
     except _REFUSALS as error:
-        reason = _first_line(error)
+        reason = first_line(error)
         if isinstance(model, fx.GraphModule) and reason.startswith("Constraints violated"):
             raise UsageError(
                 "the program fixes its batch size: export it with dynamic_shapes=({0: Dim.DYNAMIC},), or "
@@ -180,12 +180,8 @@ def _check_runs(model: nn.Module, example: list[Tensor]) -> None:
     except _REFUSALS as error:
         shapes = ", ".join(f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in example)
         raise UsageError(
-            f"{type(model).__name__} does not run on inputs of {shapes}: {_first_line(error)}"
+            f"{type(model).__name__} does not run on inputs of {shapes}: {first_line(error)}"
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 @contextlib.contextmanager
@@ -253,7 +249,7 @@ def _compare(model: nn.Module, captured: nn.Module, example: list[Tensor]) -> No
             except (RuntimeError, LookupError) as error:
                 raise UsageError(
                     f"{type(model).__name__}: the captured graph does not run at batch {batch} "
-                    f"({_first_line(error)}): the model fixes its batch size; derive shapes from x.shape[0] "
+                    f"({first_line(error)}): the model fixes its batch size; derive shapes from x.shape[0] "
                     "(for example x.flatten(1))"
                 ) from error
         pairs = zip(pytree.tree_leaves(ours), pytree.tree_leaves(theirs), strict=True)

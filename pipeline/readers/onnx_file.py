@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ul2q.pipeline.checkpoint import Checkpoint
 from ul2q.pipeline.data import Preprocess
-from ul2q.pipeline.errors import JobError, UsageError
+from ul2q.pipeline.errors import JobError, UsageError, first_line
 from ul2q.pipeline.readers.onnx_network import OnnxNetwork, UnsupportedError, shapes_of
 from ul2q.runtimes import onnxruntime as runtime
 
@@ -57,7 +57,7 @@ def load_onnx(path: Path) -> Checkpoint:
     except UnsupportedError as error:
         raise UsageError(f"{path}: {error}") from error
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
-        raise UsageError(f"{path} cannot be translated ({_first_line(error)}): export it again") from error
+        raise UsageError(f"{path} cannot be translated ({first_line(error)}): export it again") from error
     sizes = first[1:]
     known = [s for s in sizes if s is not None]
     return Checkpoint(
@@ -122,12 +122,8 @@ def _plain(proto: onnx.ModelProto, path: Path) -> tuple[onnx.GraphProto, int]:
             passes.InlinePass()(model)
             proto = ir.to_proto(model)
         except (ValueError, TypeError, LookupError, RuntimeError) as error:
-            raise UsageError(f"{path} is damaged ({_first_line(error)}): export it again") from error
+            raise UsageError(f"{path} is damaged ({first_line(error)}): export it again") from error
     return proto.graph, opset
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 @torch.no_grad()
@@ -161,7 +157,7 @@ def compare(network: OnnxNetwork, path: Path, example: Sequence[Tensor]) -> None
             raise UsageError(f"{path} does not run on the data: {error}") from error
         except (RuntimeError, ValueError, TypeError, LookupError) as error:
             raise UsageError(
-                f"{path}: its translation does not run at batch {batch} ({_first_line(error)}): export it "
+                f"{path}: its translation does not run at batch {batch} ({first_line(error)}): export it "
                 "with an open batch size"
             ) from error
         leaves = [leaf for leaf in pytree.tree_leaves(ours) if isinstance(leaf, Tensor)]
