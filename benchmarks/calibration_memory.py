@@ -42,12 +42,12 @@ def peak_while_calibrating(path: Path, count: int) -> int:
 
     from ul2q import QuantConfig
     from ul2q.models import build
-    from ul2q.pipeline.calibrate import calibrate
+    from ul2q.pipeline.compression.calibrate import calibrate
+    from ul2q.pipeline.compression.run import Work
     from ul2q.pipeline.data import as_splits
     from ul2q.pipeline.graph.capture import capture
     from ul2q.pipeline.graph.prepare import prepare
     from ul2q.pipeline.progress import Progress
-    from ul2q.pipeline.work import Work
 
     torch.manual_seed(0)
     model = build("resnet8", in_channels=3).eval()

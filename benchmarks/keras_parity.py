@@ -28,11 +28,11 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=1)
     options = parser.parse_args()
 
-    from ul2q.pipeline.compress import compress_file
+    from ul2q.pipeline.compression.compress import compress_file
     from ul2q.pipeline.config import QuantConfig, TrainConfig
-    from ul2q.pipeline.mirror import keras_runtime
+    from ul2q.pipeline.evaluation.keras_parity import keras_runtime
     from ul2q.pipeline.progress import Progress
-    from ul2q.pipeline.train import train
+    from ul2q.pipeline.training.train import train
 
     keras_runtime()
     quiet = Progress(quiet=True)

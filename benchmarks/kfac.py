@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from ul2q import models
 from ul2q.pipeline.kfac import KFAC, Options
-from ul2q.pipeline.kfac.layers import KroneckerLayer, find_layers
+from ul2q.pipeline.kfac.layers.kronecker import KroneckerLayer, find_layers
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 

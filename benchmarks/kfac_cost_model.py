@@ -27,9 +27,9 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from ul2q.pipeline.kfac import KFAC, Options
-from ul2q.pipeline.kfac.layers import KroneckerLayer, find_layers
-from ul2q.pipeline.kfac.owners import Unit, assign, cost, units_of
-from ul2q.pipeline.kfac.transport import form_of, part_sizes
+from ul2q.pipeline.kfac.distributed.ownership import Unit, assign, cost, units_of
+from ul2q.pipeline.kfac.distributed.wire_format import form_of, part_sizes
+from ul2q.pipeline.kfac.layers.kronecker import KroneckerLayer, find_layers
 
 #: the interval that the owners are balanced for
 INTERVAL = 10

@@ -25,10 +25,10 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from ul2q import models
-from ul2q.pipeline.accuracy import measure_accuracy
 from ul2q.pipeline.data import Dataset, DataSplits, batches, load_data
-from ul2q.pipeline.files import write_bytes
 from ul2q.pipeline.kfac import KFAC
+from ul2q.pipeline.storage.atomic import write_bytes
+from ul2q.pipeline.tasks.accuracy import measure_accuracy
 from ul2q.pipeline.training.settings import MOMENTUM
 
 RATES = (0.1, 0.03, 0.3, 0.01, 1.0, 0.003)

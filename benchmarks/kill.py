@@ -25,7 +25,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from ul2q.pipeline.cli import execute
+from ul2q.pipeline.cli.app import execute
 
 State = dict[str, str]
 #: files that are the same for the same seed; the others hold times
@@ -140,7 +140,7 @@ def main() -> int:
     parser.add_argument("--command", choices=["compress", "train"])
     options = parser.parse_args()
     # What a run would import anyway is imported once.
-    import ul2q.pipeline.train  # noqa: F401
+    import ul2q.pipeline.training.train  # noqa: F401
 
     results = {}
     with tempfile.TemporaryDirectory() as folder:

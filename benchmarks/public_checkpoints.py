@@ -27,7 +27,7 @@ from unittest import mock
 
 import numpy as np
 
-from ul2q.pipeline.compress import compress_file
+from ul2q.pipeline.compression.compress import compress_file
 from ul2q.pipeline.config import QuantConfig
 from ul2q.runtimes import onnxruntime as runtime
 

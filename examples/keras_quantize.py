@@ -10,7 +10,7 @@ import numpy as np
 from keras import layers
 from sklearn.datasets import load_digits
 
-from ul2q.exporters.keras_onnx import to_onnx
+from ul2q.exporters.keras.to_onnx import to_onnx
 from ul2q.runtimes.keras import load_onnx, quantize_model
 
 keras.utils.set_random_seed(0)

@@ -144,8 +144,8 @@ class TrainConfig(_Config):
         optimizer: kfac, sgd or adam.
         resize: side that images are resized to, with ``crop`` their shorter side (the source's).
         crop: side of the square then cut from their middle (the source's).
-        recipe: a schedule and starting values by name, from ``ul2q.pipeline.training.recipes``: ``osawa-…``
-            for kfac, ``ul2q-…`` for sgd.
+        recipe: a schedule and starting values by name, from ``ul2q.pipeline.training.step_recipes``:
+            ``osawa-…`` for kfac, ``ul2q-…`` for sgd.
         epochs: passes over the training data (12).
         batch_size: samples computed at once, over all ranks (64).
         simulate_batch: samples behind one update, in as many batches as it takes; None means one batch.

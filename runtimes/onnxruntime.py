@@ -23,9 +23,9 @@ from onnxruntime.capi import onnxruntime_pybind11_state as state
 
 from ul2q.pipeline.errors import JobError, UsageError, quantity
 from ul2q.runtimes.cpu import kernels_saturate
-from ul2q.runtimes.inputs import Array, checked_feeds, example_input
-from ul2q.runtimes.inputs import numpy_type as numpy_type
 from ul2q.runtimes.memory import own_peak_rss
+from ul2q.runtimes.model_inputs import Array, checked_feeds, example_input
+from ul2q.runtimes.model_inputs import numpy_type as numpy_type
 from ul2q.runtimes.onnx_files import (
     Model,
     data_files,

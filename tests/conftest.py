@@ -16,11 +16,11 @@ import pytest
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ul2q.exporters.onnx import ExportedModel
+    from ul2q.exporters.onnx.export import ExportedModel
+    from ul2q.pipeline.evaluation.parity import Parity
     from ul2q.pipeline.graph.capture import Captured
     from ul2q.pipeline.graph.lower import Lowered
     from ul2q.pipeline.graph.prepare import Prepared
-    from ul2q.pipeline.verify import Parity
 
 # Set before any test module, or a process that it starts, imports what reads it: tests send nothing and write
 # to no home folder, and their tensors are so small that threads would mostly wait for each other. They run
@@ -52,7 +52,7 @@ class Deployment:
 
     def verify(self) -> Parity:
         """Compare the file with the lowered network on the calibration inputs, code for code."""
-        from ul2q.pipeline.verify import verify
+        from ul2q.pipeline.evaluation.parity import verify
 
         return verify(self.path, self.lowered, self.exported.code_tensors, [self.inputs])[0]
 
@@ -66,8 +66,8 @@ class Deployment:
 @pytest.fixture(scope="session")
 def deploy(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Deployment]:
     """Return (module or captured, inputs, **options of QuantConfig) -> Deployment."""
-    from ul2q.exporters.onnx import export_lowered
-    from ul2q.pipeline.calibrate import calibrate
+    from ul2q.exporters.onnx.export import export_lowered
+    from ul2q.pipeline.compression.calibrate import calibrate
     from ul2q.pipeline.config import QuantConfig
     from ul2q.pipeline.graph.capture import Captured, capture
     from ul2q.pipeline.graph.lower import lower

@@ -44,7 +44,7 @@ print(json.dumps([lacking, sorted(set({FOLDERS!r}) & set(sys.modules))]))
 """
     lacking, bare = json.loads(python(code, tmp_path).splitlines()[-1])
     assert bare == []
-    assert all(name.startswith(("ul2q.runtimes.keras", "ul2q.exporters.keras")) for name in lacking)
+    assert all(name.startswith(("ul2q.runtimes.keras", "ul2q.exporters.keras.save")) for name in lacking)
 
 
 @pytest.mark.parametrize(
@@ -52,9 +52,9 @@ print(json.dumps([lacking, sorted(set({FOLDERS!r}) & set(sys.modules))]))
     [
         "import ul2q; ul2q.__version__",
         "from ul2q import QuantConfig; QuantConfig(wbits=2)",
-        "from ul2q.pipeline.cli import execute; assert execute(['--help']) == 0",
-        "from ul2q.pipeline.cli import execute; assert execute(['compress', '--help']) == 0",
-        "from ul2q.pipeline.cli import execute; assert execute(['--version']) == 0",
+        "from ul2q.pipeline.cli.app import execute; assert execute(['--help']) == 0",
+        "from ul2q.pipeline.cli.app import execute; assert execute(['compress', '--help']) == 0",
+        "from ul2q.pipeline.cli.app import execute; assert execute(['--version']) == 0",
     ],
 )
 def test_light_uses_import_no_framework(tmp_path: Path, code: str) -> None:
@@ -78,7 +78,7 @@ def test_help_is_there_at_once(tmp_path: Path) -> None:
 
 
 def test_the_configuration_knows_the_exporters_opsets() -> None:
-    from ul2q.exporters.onnx import OPSETS
+    from ul2q.exporters.onnx.export import OPSETS
     from ul2q.pipeline import config
 
     assert set(config.OPSETS) == set(OPSETS)

@@ -7,9 +7,9 @@ W] as the model takes them. Memory grows with the source, never with the work do
 from ul2q.pipeline.data.batches import Pass, batches, input_batches
 from ul2q.pipeline.data.datasets import ArrayDataset, Dataset, DataSplits, ImageDataset, Inputs, MapDataset
 from ul2q.pipeline.data.load import load_data
+from ul2q.pipeline.data.multi_input import InputsDataset, load_several, with_types, without_channel
 from ul2q.pipeline.data.preprocess import Preprocess
-from ul2q.pipeline.data.python import as_splits
-from ul2q.pipeline.data.several import InputsDataset, load_several, with_types, without_channel
+from ul2q.pipeline.data.python_objects import as_splits
 
 __all__ = [
     "ArrayDataset",

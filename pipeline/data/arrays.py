@@ -12,11 +12,11 @@ from typing import IO, Any
 
 import numpy as np
 
-from ul2q.pipeline.archives import DAMAGED_ZIP, check_expansion
 from ul2q.pipeline.data.preprocess import Preprocess
-from ul2q.pipeline.data.sources import Arrays, Source
-from ul2q.pipeline.data.unpickle import unpickle
+from ul2q.pipeline.data.raw_parts import Arrays, Source
+from ul2q.pipeline.data.safe_unpickle import unpickle
 from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.storage.zip_guard import DAMAGED_ZIP, check_expansion
 
 _DAMAGED = (
     *DAMAGED_ZIP, OSError, OverflowError, MemoryError, SyntaxError, SystemError, TypeError, AttributeError,

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ul2q.pipeline.data.augment import AUGMENTATIONS, COLUMNS
-from ul2q.pipeline.data.counter import permutation, uniforms
+from ul2q.pipeline.data.counter_rng import permutation, uniforms
 from ul2q.pipeline.data.datasets import Batch, Dataset, Inputs
 from ul2q.pipeline.errors import UsageError, quantity
 

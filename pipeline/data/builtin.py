@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from ul2q.pipeline.data.drawn_shapes import shapes
 from ul2q.pipeline.data.preprocess import Preprocess
-from ul2q.pipeline.data.shapes import shapes
-from ul2q.pipeline.data.sources import Arrays, Source
+from ul2q.pipeline.data.raw_parts import Arrays, Source
 from ul2q.pipeline.errors import UsageError
 
 DIGITS = tuple(str(digit) for digit in range(10))

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from ul2q.pipeline.data.datasets import image_header
-from ul2q.pipeline.data.sources import Files, Source
+from ul2q.pipeline.data.raw_parts import Files, Source
 from ul2q.pipeline.errors import UsageError
 
 SUFFIXES = frozenset({

@@ -16,7 +16,7 @@ from ul2q.pipeline.data.datasets import ArrayDataset, Dataset, DataSplits, Image
 from ul2q.pipeline.data.images import read_images
 from ul2q.pipeline.data.masks import MaskDataset, array_masks, read_masks
 from ul2q.pipeline.data.preprocess import Preprocess
-from ul2q.pipeline.data.sources import Arrays, Files, Pairs, Source
+from ul2q.pipeline.data.raw_parts import Arrays, Files, Pairs, Source
 from ul2q.pipeline.data.split import split_rows
 from ul2q.pipeline.errors import UsageError, quantity
 

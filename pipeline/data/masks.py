@@ -17,7 +17,7 @@ from PIL import Image
 from ul2q.pipeline.data.datasets import Batch, Dataset, image_header
 from ul2q.pipeline.data.images import PARTS, class_folders, files, images_in
 from ul2q.pipeline.data.preprocess import Preprocess
-from ul2q.pipeline.data.sources import Arrays, Files, Pairs, Source
+from ul2q.pipeline.data.raw_parts import Arrays, Files, Pairs, Source
 from ul2q.pipeline.errors import UsageError, quantity
 
 #: names of the subfolders that hold images, and masks

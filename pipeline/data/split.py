@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ul2q.pipeline.data.counter import permutation
+from ul2q.pipeline.data.counter_rng import permutation
 
 #: Seed of every split. Training with another ``--seed`` must not move samples between the parts.
 SPLIT_SEED = 20210802

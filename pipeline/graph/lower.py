@@ -13,9 +13,9 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from ul2q.pipeline.errors import JobError, within
-from ul2q.pipeline.graph import layers, operators
+from ul2q.pipeline.graph import integer_modules, operators
 from ul2q.pipeline.graph.folding import fold_norm, master_weight, onnx_pads, quantized_weight, shell
-from ul2q.pipeline.graph.layers import CodeFormat, LoweredWeight
+from ul2q.pipeline.graph.integer_modules import CodeFormat, LoweredWeight
 from ul2q.pipeline.graph.prepare import LayerPlan, Prepared, Site
 from ul2q.pipeline.graph.rebuild import assign, attribute
 from ul2q.pipeline.quantize.arithmetic import half_precision, round_bias
@@ -151,7 +151,9 @@ class _Lowering:
         if isinstance(source, fx.Node) and source in self.formats:
             if operators.clamp_range(node) is not None and node.users and self._stays_coded(node):
                 name = f"{node.name}_codes"
-                self._codes(node, name, layers.CodeRelu(self.formats[source]), [source], self.formats[source])
+                self._codes(
+                    node, name, integer_modules.CodeRelu(self.formats[source]), [source], self.formats[source]
+                )
                 return
             if node.target in operators.MOVING:
                 is_pool = node.target is aten.max_pool1d.default
@@ -232,7 +234,7 @@ class _Lowering:
         if node not in self.formats:
             return self.env[node]
         if node not in self.real:
-            module = layers.Dequantize(self.formats[node])
+            module = integer_modules.Dequantize(self.formats[node])
             self.real[node] = self._call(self._unused(f"{node.name}_dequantize"), module, [self.env[node]])
         return self.real[node]
 
@@ -261,7 +263,7 @@ class _Lowering:
         out = CodeFormat(float(quantizer.scale), int(quantizer.zero_point))
         if site.anchor is None:
             source = cast(fx.Node, node.args[0])
-            self.env[node] = self._call(site.name, layers.Quantize(out), [self._real(source)])
+            self.env[node] = self._call(site.name, integer_modules.Quantize(out), [self._real(source)])
             self.formats[node] = out
             self.code_formats[site.name] = out
             return
@@ -277,18 +279,18 @@ class _Lowering:
             return self._integer_layer(site, str(anchor.target), formats[0], out)
         op = operators.integer_function(anchor)
         if op in ("add", "mul"):
-            return layers.IntegerBinary(op, formats[0], formats[1], out)
+            return integer_modules.IntegerBinary(op, formats[0], formats[1], out)
         if op == "cat":
             dim = int(cast(int, anchor.args[1])) if len(anchor.args) > 1 else 0
-            return layers.IntegerCat(formats, dim, out)
+            return integer_modules.IntegerCat(formats, dim, out)
         if op == "global_average_pool":
-            return layers.IntegerGlobalAveragePool(formats[0], out, operators.keeps_dims(anchor))
+            return integer_modules.IntegerGlobalAveragePool(formats[0], out, operators.keeps_dims(anchor))
         if op == "average_pool":
             kernel, stride, pad, *_ = operators.average_pool_arguments(anchor)
-            return layers.IntegerAveragePool(formats[0], out, kernel, stride, pad)
+            return integer_modules.IntegerAveragePool(formats[0], out, kernel, stride, pad)
         if op in ("sigmoid", "leaky_relu"):
             slope = float(cast(float, anchor.args[1])) if len(anchor.args) > 1 else 0.01
-            return layers.IntegerUnary(op, formats[0], out, slope)
+            return integer_modules.IntegerUnary(op, formats[0], out, slope)
         raise JobError(f"{site.name}: no integer layer for {anchor.target}")
 
     # Weights
@@ -303,8 +305,8 @@ class _Lowering:
         integer_bias = round_bias(bias, steps)
         self.weights[site.name] = weight
         if isinstance(layer, nn.Linear):
-            return layers.IntegerLinear(weight, integer_bias, source, out)
-        return layers.IntegerConv(
+            return integer_modules.IntegerLinear(weight, integer_bias, source, out)
+        return integer_modules.IntegerConv(
             weight, integer_bias, source, out, layer.stride, onnx_pads(layer), layer.dilation, layer.groups
         )
 
@@ -369,6 +371,6 @@ class _Lowering:
         )
         self.weights[self._unused(name)] = weight
         has_bias = norm is not None or layer.bias is not None
-        return layers.FloatWeighted(
+        return integer_modules.FloatWeighted(
             shell(layer, has_bias), weight, torch.from_numpy(bias).float() if has_bias else None, 0
         )

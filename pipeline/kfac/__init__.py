@@ -8,12 +8,12 @@ factors and inverses, ``schedule`` says when they are refreshed, ``optimizer`` t
 ``fisher`` collects the factors of a trained model, ``record`` is the form in which checkpoints keep them.
 """
 
+from ul2q.pipeline.kfac.distributed.sync_batch_norm import SyncBatchNorm
+from ul2q.pipeline.kfac.distributed.sync_batch_norm import convert as convert_sync_batch_norm
 from ul2q.pipeline.kfac.fisher import collect_factors
 from ul2q.pipeline.kfac.optimizer import KFAC
 from ul2q.pipeline.kfac.options import Options
 from ul2q.pipeline.kfac.recipes import RECIPES, Recipe, recipe
-from ul2q.pipeline.kfac.sync_batch_norm import SyncBatchNorm
-from ul2q.pipeline.kfac.sync_batch_norm import convert as convert_sync_batch_norm
 
 __all__ = [
     "KFAC",

@@ -16,13 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ul2q.pipeline.errors import UsageError
-from ul2q.pipeline.kfac import math, record
-from ul2q.pipeline.kfac.communication import all_reduce
-from ul2q.pipeline.kfac.curvature import KroneckerCurvature
-from ul2q.pipeline.kfac.hooks import Record, Recorder
-from ul2q.pipeline.kfac.layers import KroneckerLayer, find_layers
-from ul2q.pipeline.kfac.math import Moment
-from ul2q.pipeline.kfac.sums import KroneckerSums
+from ul2q.pipeline.kfac import state
+from ul2q.pipeline.kfac.distributed.collectives import all_reduce
+from ul2q.pipeline.kfac.layers.curvature import KroneckerCurvature
+from ul2q.pipeline.kfac.layers.hooks import Record, Recorder
+from ul2q.pipeline.kfac.layers.kronecker import KroneckerLayer, find_layers
+from ul2q.pipeline.kfac.math import linear_algebra
+from ul2q.pipeline.kfac.math.linear_algebra import Moment
+from ul2q.pipeline.kfac.math.statistics import KroneckerSums
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ def collect_factors(
         damping: recorded with the factors for whoever inverts them.
 
     Returns:
-        The dictionary that :mod:`ul2q.pipeline.kfac.record` documents, ``age`` 0.
+        The dictionary that :mod:`ul2q.pipeline.kfac.state` documents, ``age`` 0.
 
     Raises:
         UsageError: ``fisher`` is unknown, or labels are missing.
@@ -118,7 +119,7 @@ def collect_factors(
         # The loss was summed, so its gradients are those of single examples: n times the mean's.
         curvature[name].update(found.sums, counts, float(found.samples), 0.0, -1)  # type: ignore[arg-type]
         curvature[name].damping = damping
-    return record.factors_state(layers, curvature, 0, fisher)
+    return state.factors_state(layers, curvature, 0, fisher)
 
 
 def _differentiate(
@@ -154,7 +155,10 @@ def _reduced(local: Record | None, layer: KroneckerLayer) -> Record:
     counts = [0.0] * 4
     if local is not None and isinstance(local.sums, KroneckerSums):
         sums = local.sums
-        parts = [math.tri(sums.a.dense()).reshape(-1), math.tri(sums.g.dense()).reshape(-1)]
+        parts = [
+            linear_algebra.tri(sums.a.dense()).reshape(-1),
+            linear_algebra.tri(sums.g.dense()).reshape(-1),
+        ]
         counts = [float(sums.rows), float(local.samples), 1.0, float(local.problem is not None)]
     numbers = torch.tensor(counts, dtype=torch.float64, device=like.device)
     for each in (numbers, *parts):
@@ -162,7 +166,7 @@ def _reduced(local: Record | None, layer: KroneckerLayer) -> Record:
     total = Record()
     rows, total.samples = int(numbers[0]), int(numbers[1])
     if numbers[2] > 0:
-        a, g = (Moment(matrix=math.untri(part.reshape(c, -1))) for part in parts)
+        a, g = (Moment(matrix=linear_algebra.untri(part.reshape(c, -1))) for part in parts)
         total.sums = KroneckerSums(a, g, rows)
     if numbers[3] > 0:
         total.problem = (local.problem if local is not None else None) or "another rank could not use it"

@@ -13,15 +13,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
 from ul2q.pipeline.errors import JobError, UsageError
-from ul2q.pipeline.kfac import record, schemes
-from ul2q.pipeline.kfac.batch_norm import BatchNormLayer
-from ul2q.pipeline.kfac.collector import Collector
-from ul2q.pipeline.kfac.layers import KroneckerLayer, find_layers
-from ul2q.pipeline.kfac.natural import NaturalGradient
+from ul2q.pipeline.kfac import schemes, state
+from ul2q.pipeline.kfac.distributed.collector import Collector
+from ul2q.pipeline.kfac.distributed.wire_format import Contribution
+from ul2q.pipeline.kfac.layers.batch_norm import BatchNormLayer
+from ul2q.pipeline.kfac.layers.kronecker import KroneckerLayer, find_layers
+from ul2q.pipeline.kfac.layers.running_stats import RunningStatistics
 from ul2q.pipeline.kfac.options import Options, check_intervals, check_settings
-from ul2q.pipeline.kfac.running import RunningStatistics
-from ul2q.pipeline.kfac.schedule import Schedule
-from ul2q.pipeline.kfac.transport import Contribution
+from ul2q.pipeline.kfac.preconditioner import NaturalGradient
+from ul2q.pipeline.kfac.refresh_schedule import Schedule
 
 logger = logging.getLogger(__name__)
 
@@ -378,7 +378,7 @@ class KFAC(torch.optim.Optimizer):
         self.schedule.load_state_dict(own["schedule"])
         for name, curvature in self._natural.curvature.items():
             device = self._layers[name].parameters[0].device
-            curvature.load_state_dict(record.moved(own["layers"][name], device))
+            curvature.load_state_dict(state.moved(own["layers"][name], device))
         self._arm()
 
     def factors_state(self, to: int = 0) -> dict[str, Any] | None:
@@ -388,13 +388,13 @@ class KFAC(torch.optim.Optimizer):
             to: the rank that receives them.
 
         Returns:
-            The form that :mod:`ul2q.pipeline.kfac.record` documents; None on the other ranks.
+            The form that :mod:`ul2q.pipeline.kfac.state` documents; None on the other ranks.
         """
-        local = record.factors_state(self._layers, self._natural.curvature, self.steps)
+        local = state.factors_state(self._layers, self._natural.curvature, self.steps)
         parts = self._collector.gather(local, to)
         if parts is None:
             return None
-        return local | {"layers": record.merged(parts, self._layers)}
+        return local | {"layers": state.merged(parts, self._layers)}
 
     def remove_hooks(self) -> None:
         """Detach from the model; the optimiser then steps with the curvature it has."""

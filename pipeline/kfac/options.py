@@ -85,8 +85,8 @@ class Options:
         rescale_weights: after every update shrink the weights of linear layers and convolutions to the norm
             sqrt(2 d_out) where they exceed it, as the paper does.
         adaptive: relative change of the statistics below which their refresh interval grows (the rule of
-            :func:`ul2q.pipeline.kfac.schedule.next_interval`, the paper's value is 0.1); replaces both
-            fixed intervals. None keeps the fixed ones.
+            :func:`ul2q.pipeline.kfac.refresh_schedule.next_interval`, the paper's value is 0.1); replaces
+            both fixed intervals. None keeps the fixed ones.
         factor_share: share of a batch's examples that statistics are formed from; below 1 is cheaper and
             unbiased but noisier. ``KFAC.sampling_error`` says by how much.
         transport: type in which statistics and gradients travel between ranks: float32, float16 or

@@ -25,7 +25,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from ul2q.pipeline.errors import JobError, UsageError
-from ul2q.pipeline.kfac.communication import all_reduce, broadcast, communication
+from ul2q.pipeline.kfac.distributed.collectives import all_reduce, broadcast, communication
 
 T = TypeVar("T")
 

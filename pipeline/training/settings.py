@@ -10,7 +10,7 @@ from typing import TypeVar
 from ul2q.pipeline.config import TrainConfig
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.kfac import Recipe, schemes
-from ul2q.pipeline.training.recipes import StepRecipe, find
+from ul2q.pipeline.training.step_recipes import StepRecipe, find
 
 T = TypeVar("T")
 

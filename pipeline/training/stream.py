@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ul2q.pipeline.data import Dataset, Pass
-from ul2q.pipeline.data.counter import uniforms
+from ul2q.pipeline.data.counter_rng import uniforms
 from ul2q.pipeline.errors import UsageError, quantity
 from ul2q.pipeline.kfac import schemes
-from ul2q.pipeline.tasks import Task
+from ul2q.pipeline.tasks.task import Task
 from ul2q.pipeline.training.ranks import Ranks
 from ul2q.pipeline.training.settings import Settings
 

@@ -11,10 +11,10 @@ from torch.nn.utils import get_total_norm
 
 from ul2q.pipeline.config import TrainConfig
 from ul2q.pipeline.kfac import KFAC, Options
-from ul2q.pipeline.tasks import Task
+from ul2q.pipeline.tasks.task import Task
 from ul2q.pipeline.training.ranks import Ranks
-from ul2q.pipeline.training.recipes import StepRecipe
 from ul2q.pipeline.training.settings import SIMILAR, Settings
+from ul2q.pipeline.training.step_recipes import StepRecipe
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig, settings: Settings) -> torch.optim.Optimizer:

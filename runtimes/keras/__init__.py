@@ -10,9 +10,8 @@ Needs Keras and one of its backends, not torch. Importing it registers the layer
 `keras.saving.load_model` reads their files.
 """
 
-from ul2q.runtimes.keras.base import Weighted
-from ul2q.runtimes.keras.clone import calibrate, quantize_model
-from ul2q.runtimes.keras.joining import (
+from ul2q.runtimes.keras.layers.activation_quantizer import EMAQuantizer
+from ul2q.runtimes.keras.layers.frozen import (
     UL2QActivation,
     UL2QAdd,
     UL2QAveragePooling2D,
@@ -20,16 +19,17 @@ from ul2q.runtimes.keras.joining import (
     UL2QGlobalAveragePooling,
     UL2QMultiply,
 )
-from ul2q.runtimes.keras.layers import (
+from ul2q.runtimes.keras.layers.moving import LowPadding, Part
+from ul2q.runtimes.keras.layers.weighted import (
     UL2QConv1D,
     UL2QConv2D,
     UL2QConv2DTranspose,
     UL2QDense,
     UL2QDepthwiseConv2D,
 )
-from ul2q.runtimes.keras.loader import load_onnx
-from ul2q.runtimes.keras.moving import LowPadding, Part
-from ul2q.runtimes.keras.quantizer import EMAQuantizer
+from ul2q.runtimes.keras.layers.weighted_base import Weighted
+from ul2q.runtimes.keras.load.load import load_onnx
+from ul2q.runtimes.keras.quantize_model import calibrate, quantize_model
 
 __all__ = [
     "EMAQuantizer",

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ul2q.runtimes.keras.integers import Format
-from ul2q.runtimes.keras.quantizer import EMAQuantizer
+from ul2q.runtimes.keras.layers.activation_quantizer import EMAQuantizer
 
 Array = NDArray[Any]
 

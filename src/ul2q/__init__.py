@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from ul2q.pipeline.checkpoint import load_checkpoint
-    from ul2q.pipeline.compress import CompressedModel, compress
+    from ul2q.pipeline.compression.compress import CompressedModel, compress
     from ul2q.pipeline.config import QuantConfig
+    from ul2q.pipeline.importers.checkpoint import load_checkpoint
 
 _LAZY = {
-    "CompressedModel": "ul2q.pipeline.compress",
+    "CompressedModel": "ul2q.pipeline.compression.compress",
     "QuantConfig": "ul2q.pipeline.config",
-    "compress": "ul2q.pipeline.compress",
-    "load_checkpoint": "ul2q.pipeline.checkpoint",
+    "compress": "ul2q.pipeline.compression.compress",
+    "load_checkpoint": "ul2q.pipeline.importers.checkpoint",
 }
 
 __all__ = ["CompressedModel", "QuantConfig", "__version__", "compress", "load_checkpoint"]

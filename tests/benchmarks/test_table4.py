@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ul2q.pipeline import train as training
 from ul2q.pipeline.errors import UsageError
-from ul2q.pipeline.train import partial_path
+from ul2q.pipeline.training import train as training
+from ul2q.pipeline.training.train import partial_path
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "table4.py"
 

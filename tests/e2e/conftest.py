@@ -13,7 +13,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from ul2q.pipeline.cli import execute
+from ul2q.pipeline.cli.app import execute
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from ul2q import models
-from ul2q.pipeline.cli import execute
-from ul2q.pipeline.lock import claimed
+from ul2q.pipeline.cli.app import execute
 from ul2q.pipeline.report.schema import complete
+from ul2q.pipeline.storage.lock import claimed
 
 REPORTS = {"report.json", "report.md", "report.html"}
 FILES = {"model.onnx", "float.onnx", "checkpoint.pt", "config.json", *REPORTS}

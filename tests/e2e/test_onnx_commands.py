@@ -13,7 +13,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 
-from ul2q.pipeline.doctor import cpu
+from ul2q.pipeline.cli.diagnose import cpu
 
 
 def test_run_takes_floats_as_they_are_and_bytes_as_recorded(
@@ -57,8 +57,8 @@ def test_low_memory_runs_one_sample_at_a_time(tmp_path: Path) -> None:
     for low in ([], ["--low-memory"]):
         arguments = ["run", "wide.onnx", "--input", "x.npy", "-o", "out.npy", *low]
         code = f"""
-from ul2q.pipeline.doctor import cpu
-from ul2q.pipeline.cli import execute
+from ul2q.pipeline.cli.diagnose import cpu
+from ul2q.pipeline.cli.app import execute
 from ul2q.runtimes.onnxruntime import own_peak_rss
 assert execute({arguments!r}) == 0
 print(own_peak_rss())"""
@@ -217,7 +217,7 @@ def test_an_interrupt_promises_no_resume_where_there_is_none(
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ul2q.pipeline.doctor.diagnose", interrupted)
+    monkeypatch.setattr("ul2q.pipeline.cli.diagnose.diagnose", interrupted)
     done = cli("doctor")
     assert (done.code, done.out) == (130, "")
     assert done.err == "interrupted: earlier outputs are as they were\n"

@@ -182,7 +182,7 @@ def test_a_fault_of_the_program_is_one_line_too(tmp_path: Path) -> None:
 import sys
 from ul2q.pipeline import cli
 def broken(*_, **__): raise ZeroDivisionError('nothing\\nto divide')
-import ul2q.pipeline.train as t; t.train = broken
+import ul2q.pipeline.training.train as t; t.train = broken
 sys.argv = ['pipeline', 'train', 'mlp', '--data', 'digits'] + sys.argv[1:]
 cli.main()
 """

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from ul2q.exporters import onnx as exporter
+from ul2q.exporters.onnx import export as exporter
 from ul2q.pipeline.errors import UsageError
-from ul2q.pipeline.verify import verify
+from ul2q.pipeline.evaluation.parity import verify
 from ul2q.runtimes import onnxruntime as runtime
 
 

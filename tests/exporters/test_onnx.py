@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ul2q import __version__, models
-from ul2q.exporters.onnx import OPSETS, export_float, export_lowered
+from ul2q.exporters.onnx.export import OPSETS, export_float, export_lowered
 from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.graph.capture import Captured, capture
@@ -525,8 +525,8 @@ def test_volumes_without_a_bias_run_in_both_files(deploy: Any, abits: int) -> No
 EXPORT = """
 import sys, torch
 from torch import nn
-from ul2q.exporters.onnx import export_float, export_lowered
-from ul2q.pipeline.calibrate import calibrate
+from ul2q.exporters.onnx.export import export_float, export_lowered
+from ul2q.pipeline.compression.calibrate import calibrate
 from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.graph.capture import capture
 from ul2q.pipeline.graph.lower import lower

@@ -8,7 +8,7 @@ import onnx_ir as ir
 import pytest
 from onnx import helper, numpy_helper
 
-from ul2q.exporters.serialize import serialized
+from ul2q.exporters.onnx.serialize import serialized
 
 
 def model(sizes: list[int]) -> onnx.ModelProto:

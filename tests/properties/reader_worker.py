@@ -57,7 +57,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
     import torch
 
     from ul2q import models
-    from ul2q.pipeline.checkpoint import save_checkpoint
+    from ul2q.pipeline.importers.checkpoint import save_checkpoint
 
     args = {"in_channels": 1, "num_classes": 3, "input_size": [4, 4], "hidden": [5]}
     model = models.build("mlp", **args)
@@ -98,7 +98,7 @@ def keras_files(folder: Path) -> list[Path]:
     from ul2q.runtimes.keras import load_onnx
 
     (source, _) = onnx_files(folder)
-    from ul2q.exporters.keras import save_keras
+    from ul2q.exporters.keras.save import save_keras
 
     save_keras(load_onnx(source), folder / "small.keras")
     plain = keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Conv2D(2, 3), keras.layers.Flatten()])
@@ -153,7 +153,7 @@ def image_files(folder: Path) -> list[Path]:
 
 
 def read_checkpoint(path: Path) -> None:
-    from ul2q.pipeline.checkpoint import load_checkpoint
+    from ul2q.pipeline.importers.checkpoint import load_checkpoint
 
     args = {"in_channels": 1, "num_classes": 3, "input_size": [4, 4], "hidden": [5]}
     load_checkpoint(path, "mlp", args)
@@ -161,9 +161,9 @@ def read_checkpoint(path: Path) -> None:
 
 def read_onnx(path: Path) -> None:
     from ul2q.pipeline.data import Preprocess
-    from ul2q.pipeline.evaluate import recorded_preprocess
+    from ul2q.pipeline.evaluation.evaluate import recorded_preprocess
     from ul2q.runtimes import onnxruntime as runtime
-    from ul2q.runtimes.inputs import example_input
+    from ul2q.runtimes.model_inputs import example_input
 
     Preprocess.from_dict(recorded_preprocess(path))
     live = runtime.session(path, 1)
@@ -173,7 +173,7 @@ def read_onnx(path: Path) -> None:
 def read_onnx_in_torch(path: Path) -> None:
     import torch
 
-    from ul2q.pipeline.readers.onnx_file import compare, load_onnx
+    from ul2q.pipeline.importers.onnx.float_model import compare, load_onnx
 
     found = load_onnx(path)
     if found.input_shape is not None and np.prod(found.input_shape) < 2**20:
@@ -187,7 +187,7 @@ def read_onnx_in_keras(path: Path) -> None:
 
 
 def read_keras(path: Path) -> None:
-    from ul2q.runtimes.keras.files import load_keras
+    from ul2q.runtimes.keras.keras_files import load_keras
 
     load_keras(path)
 
@@ -201,7 +201,7 @@ def read_samples(path: Path) -> None:
 
 
 def read_array(path: Path) -> None:
-    from ul2q.pipeline.evaluate import read_array
+    from ul2q.pipeline.evaluation.evaluate import read_array
 
     np.array(read_array(path)[:4])
 

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ul2q.pipeline.archives import check_expansion
-from ul2q.pipeline.checkpoint import load_checkpoint
 from ul2q.pipeline.data import load_data
 from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.importers.checkpoint import load_checkpoint
+from ul2q.pipeline.storage.zip_guard import check_expansion
 
 WORKER = Path(__file__).with_name("reader_worker.py")
 KERAS = importlib.util.find_spec("keras") is not None

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from ul2q.pipeline.data import DataSplits, Preprocess, batches, load_data
-from ul2q.pipeline.data.unpickle import unpickle
+from ul2q.pipeline.data.safe_unpickle import unpickle
 from ul2q.pipeline.errors import UsageError
 
 RNG = np.random.default_rng(0)

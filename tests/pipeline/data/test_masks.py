@@ -11,7 +11,7 @@ from PIL import Image
 
 from ul2q.pipeline.data import Preprocess, as_splits, batches, load_data
 from ul2q.pipeline.data.augment import AUGMENTATIONS, COLUMNS
-from ul2q.pipeline.data.counter import uniforms
+from ul2q.pipeline.data.counter_rng import uniforms
 from ul2q.pipeline.data.masks import IMAGENET_MEAN, MaskDataset
 from ul2q.pipeline.errors import UsageError
 

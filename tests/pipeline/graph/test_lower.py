@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from onnx import helper
 from torch import Tensor, nn
 
-from ul2q.pipeline.calibrate import calibrate
+from ul2q.pipeline.compression.calibrate import calibrate
 from ul2q.pipeline.config import QuantConfig
+from ul2q.pipeline.evaluation.measure import constant_channels
 from ul2q.pipeline.graph.capture import capture
 from ul2q.pipeline.graph.folding import float_state_dict
 from ul2q.pipeline.graph.lower import Lowered, lower
 from ul2q.pipeline.graph.prepare import Prepared, prepare
-from ul2q.pipeline.measure import constant_channels
 from ul2q.pipeline.quantize.arithmetic import MANY_CHANNELS
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ul2q.pipeline.calibrate import set_activations
+from ul2q.pipeline.compression.calibrate import set_activations
 from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.graph.capture import Captured, capture

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from ul2q.pipeline.kfac import convolution
-from ul2q.pipeline.kfac.patches import Geometry, patch_rows
+from ul2q.pipeline.kfac.math import convolution
+from ul2q.pipeline.kfac.math.patches import Geometry, patch_rows
 
 # kernel, stride, dilation, padding (top, bottom, left, right), map
 GEOMETRIES = [

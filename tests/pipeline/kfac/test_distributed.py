@@ -195,9 +195,9 @@ def test_half_precision_transport_stays_within_its_bound(ranks: Ranks, transport
 
 def _condition(packed: Tensor, other: Tensor) -> float:
     """Condition number of a factor damped with λ = 1, from its triangle and that of the other factor."""
-    from ul2q.pipeline.kfac import math
+    from ul2q.pipeline.kfac.math import linear_algebra
 
-    matrix, partner = math.untri(packed)[0], math.untri(other)[0]
+    matrix, partner = linear_algebra.untri(packed)[0], linear_algebra.untri(other)[0]
     pi = ((matrix.trace() / len(matrix)) / (partner.trace() / len(partner))).sqrt()
     eigenvalues = torch.linalg.eigvalsh(matrix + pi * torch.eye(len(matrix)))
     return float(eigenvalues[-1] / eigenvalues[0])

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from ul2q.pipeline.errors import UsageError
-from ul2q.pipeline.kfac import collect_factors, math
+from ul2q.pipeline.kfac import collect_factors
 from ul2q.pipeline.kfac.fisher import sample_labels
+from ul2q.pipeline.kfac.math import linear_algebra
 
 
 def _model() -> nn.Sequential:
@@ -44,8 +45,8 @@ def test_empirical_factors_equal_loops_over_examples_and_leave_the_model_alone()
             error[y[i]] -= 1  # the gradient of the cross entropy
             g += torch.outer(error, error) / 13
     entries = state["layers"]
-    assert torch.allclose(math.untri(entries["0"]["A"])[0].double(), a, rtol=1e-5)
-    assert torch.allclose(math.untri(entries["3"]["G"])[0].double(), g, rtol=1e-5)
+    assert torch.allclose(linear_algebra.untri(entries["0"]["A"])[0].double(), a, rtol=1e-5)
+    assert torch.allclose(linear_algebra.untri(entries["3"]["G"])[0].double(), g, rtol=1e-5)
     entry = entries["0"]
     assert (state["fisher"], entry["samples"], entry["positions"], entry["age"]) == ("empirical", 13, 1, 0)
     assert entry["damping"] == 0.01
@@ -58,7 +59,7 @@ def test_sampled_labels_give_the_true_fisher_on_average() -> None:
     state = collect_factors(model, [(x, None)] * 4000, fisher="mc", seed=3)
     p = model(x).softmax(1).detach()
     exact = (torch.diag_embed(p) - p[:, :, None] * p[:, None, :]).mean(0)
-    found = math.untri(state["layers"]["3"]["G"])[0].double()
+    found = linear_algebra.untri(state["layers"]["3"]["G"])[0].double()
     assert (found - exact).abs().max() < 5 * 0.5 / (7 * 4000) ** 0.5  # a product of errors lies in [-1, 1]
     assert state["layers"]["3"]["samples"] == 28_000
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from ul2q.pipeline.kfac.hooks import Recorder
-from ul2q.pipeline.kfac.layers import find_layers
-from ul2q.pipeline.kfac.sums import KroneckerSums, UnitSums
+from ul2q.pipeline.kfac.layers.hooks import Recorder
+from ul2q.pipeline.kfac.layers.kronecker import find_layers
+from ul2q.pipeline.kfac.math.statistics import KroneckerSums, UnitSums
 
 
 class Double(nn.Module):

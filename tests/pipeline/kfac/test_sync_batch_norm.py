@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ul2q.pipeline.kfac import SyncBatchNorm, convert_sync_batch_norm
-from ul2q.pipeline.kfac.sync_batch_norm import combined
+from ul2q.pipeline.kfac.distributed.sync_batch_norm import combined
 
 
 def test_combined_statistics_are_those_of_the_union() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ul2q.pipeline.quantize.grid import dequantize, quantize_weight, sqnr_db
-from ul2q.pipeline.report import weights
+from ul2q.pipeline.report import weight_distribution
 from ul2q.pipeline.report.schema import Report, complete
 
 
@@ -25,8 +25,9 @@ def _layer(name: str, rng: np.random.Generator, k: int, granularity: str) -> dic
     return {
         "name": name, "op": "Conv2d", "parameters": w.size, "outputs": 100 * channels, "wbits": k, "abits": 8,
         "granularity": granularity, "alpha": _numbers(grid.alpha), "beta": _numbers(grid.beta),
-        "sqnr_db": sqnr_db(w, used), "loss": weights.loss(w, used, per_channel=granularity == "channel"),
-        "histogram": weights.histogram(w, grid.alpha, grid.beta), "bytes_float": 4 * w.size,
+        "sqnr_db": sqnr_db(w, used),
+        "loss": weight_distribution.loss(w, used, per_channel=granularity == "channel"),
+        "histogram": weight_distribution.histogram(w, grid.alpha, grid.beta), "bytes_float": 4 * w.size,
         "bytes_quantized": w.size * k // 8 + 12 * channels, "quantized": True, "reason": None,
     }  # fmt: skip
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ul2q.pipeline import train as training
 from ul2q.pipeline.config import TrainConfig
 from ul2q.pipeline.errors import JobError, UsageError
 from ul2q.pipeline.progress import Progress
+from ul2q.pipeline.training import train as training
 from ul2q.pipeline.training.ranks import joined, may_speak
 from ul2q.pipeline.training.update import Updater
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from ul2q.pipeline.checkpoint import Checkpoint, load_checkpoint
+from ul2q.pipeline.importers.checkpoint import Checkpoint, load_checkpoint
 
 COUNT = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
 

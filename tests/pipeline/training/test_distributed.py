@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from ul2q.pipeline.checkpoint import Checkpoint, load_checkpoint
 from ul2q.pipeline.config import TrainConfig
-from ul2q.pipeline.train import partial_path, train
+from ul2q.pipeline.importers.checkpoint import Checkpoint, load_checkpoint
+from ul2q.pipeline.training.train import partial_path, train
 
 WORKER = Path(__file__).with_name("rank_worker.py")
 

@@ -17,11 +17,11 @@ pytest.importorskip("keras", reason="Keras is not installed: pip install 'ul2q[k
 import keras
 from keras import layers
 
-from ul2q.exporters.keras import save_keras
-from ul2q.exporters.keras_onnx import to_onnx, to_torch
+from ul2q.exporters.keras.save import save_keras
+from ul2q.exporters.keras.to_onnx import to_onnx, to_torch
 from ul2q.pipeline.errors import UsageError
 from ul2q.runtimes.keras import EMAQuantizer, UL2QConv2D, UL2QDense, calibrate, load_onnx, quantize_model
-from ul2q.runtimes.keras.files import load_keras
+from ul2q.runtimes.keras.keras_files import load_keras
 
 
 def refused(call: Callable[[], Any], *words: str) -> None:

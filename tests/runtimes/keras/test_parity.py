@@ -12,7 +12,7 @@ from torch import Tensor, nn
 pytest.importorskip("keras", reason="Keras is not installed: pip install 'ul2q[keras]'")
 
 from ul2q.pipeline.errors import JobError
-from ul2q.pipeline.mirror import mirror_parity, write_mirror
+from ul2q.pipeline.evaluation.keras_parity import mirror_parity, write_mirror
 
 
 class Averaged(nn.Module):

@@ -19,8 +19,8 @@ import keras
 from keras import layers, ops
 
 from ul2q import models
-from ul2q.exporters import keras_layout
-from ul2q.exporters.keras_onnx import to_onnx
+from ul2q.exporters.keras.to_onnx import to_onnx
+from ul2q.pipeline.formats import keras_layout
 from ul2q.pipeline.quantize import grid, ul2q
 from ul2q.pipeline.quantize.fake import ActivationQuantizer, WeightQuantizer
 from ul2q.runtimes import onnxruntime as runtime

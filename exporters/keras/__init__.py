@@ -1,0 +1,1 @@
+"""Keras files, and ONNX files from Keras models."""

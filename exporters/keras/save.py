@@ -1,0 +1,95 @@
+"""Write .keras files: as Keras does, but compressed, in one step, and the same bytes for the same model."""
+
+from __future__ import annotations
+
+import io
+import json
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from ul2q import __version__
+from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.storage.atomic import write_bytes
+from ul2q.pipeline.storage.zip_guard import DAMAGED_ZIP, check_expansion
+
+_MOMENT = (1980, 1, 1, 0, 0, 0)
+_METADATA = "metadata.json"
+
+
+def save_keras(model: keras.Model, path: str | Path, about: Mapping[str, Any] | None = None) -> int:
+    """Write a Keras model; `keras.saving.load_model` reads it once `ul2q.runtimes.keras` is imported.
+
+    Keras itself stores files uncompressed and dated, and leaves a broken file behind when it fails.
+
+    Args:
+        model: the model.
+        path: the file, which must end in .keras.
+        about: further entries of the file's metadata.json, under "ul2q".
+
+    Returns:
+        The size in bytes.
+
+    Raises:
+        UsageError: the name does not end in .keras.
+    """
+    path = Path(path)
+    if path.suffix != ".keras":
+        raise UsageError(f"{path}: the name of a Keras file ends in .keras")
+    with tempfile.TemporaryDirectory() as folder:
+        written = Path(folder) / "model.keras"
+        model.save(written)
+        data = _compressed(written, {"version": __version__, **(about or {})})
+    write_bytes(path, data)
+    return len(data)
+
+
+def _compressed(path: Path, about: Mapping[str, Any]) -> bytes:
+    """Return the archive at ``path`` deflated, without dates and counters of the process."""
+    result = io.BytesIO()
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(result, "w") as target:
+        for name in sorted(source.namelist()):
+            content = source.read(name)
+            if name.endswith(".json"):
+                document = json.loads(content)
+                if name == _METADATA:
+                    document = {"keras_version": document["keras_version"], "date_saved": "", "ul2q": about}
+                content = json.dumps(_renumbered(document, {}), separators=(",", ":")).encode()
+            entry = zipfile.ZipInfo(name, _MOMENT)
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            target.writestr(entry, content, compresslevel=9)
+    return result.getvalue()
+
+
+def _renumbered(value: Any, known: dict[int, int]) -> Any:
+    """Return ``value`` with ``shared_object_id`` counted from 0; Keras takes addresses of the process."""
+    if isinstance(value, dict):
+        return {
+            key: known.setdefault(item, len(known)) if key == "shared_object_id" else _renumbered(item, known)
+            for key, item in value.items()
+        }
+    return [_renumbered(item, known) for item in value] if isinstance(value, list) else value
+
+
+def keras_metadata(path: Path) -> dict[str, Any]:
+    """Return what `save_keras` noted in a file; empty for a file that Keras itself wrote.
+
+    Raises:
+        UsageError: the file is missing, damaged, larger than it looks, or no .keras file.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            check_expansion(archive, path)
+            document = json.loads(archive.read(_METADATA))
+    except FileNotFoundError as error:
+        raise UsageError(f"{path} does not exist: give a .keras file") from error
+    except UsageError:
+        raise
+    except (*DAMAGED_ZIP, OSError) as error:
+        raise UsageError(f"{path} is no .keras file, or it is damaged: save the model again") from error
+    found = document.get("ul2q", {}) if isinstance(document, dict) else {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,173 @@
+"""The commands that make compressed models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ul2q.pipeline.cli.options import (
+    Arch,
+    ArchArgs,
+    Crop,
+    Data,
+    Debug,
+    Json,
+    Overwrite,
+    Quiet,
+    Resize,
+    TrustPickle,
+    network_args,
+    numbers,
+    print_report,
+    quant_config,
+    shown,
+    start,
+    targets,
+    without_none,
+)
+from ul2q.pipeline.errors import UsageError
+
+
+def compress(
+    model: Annotated[
+        Path,
+        typer.Argument(
+            metavar="MODEL", help="A checkpoint, or a float .onnx or .keras file.", show_default=False
+        ),
+    ],
+    wbits: Annotated[int | None, typer.Option(help="Bits of a weight, 1 to 8.")] = None,
+    abits: Annotated[int | None, typer.Option(help="Bits of an activation: 8, or 32 for float.")] = None,
+    arch: Arch = None,
+    arch_args: ArchArgs = None,
+    data: Data = None,
+    epochs: Annotated[int | None, typer.Option(help="Epochs of fine-tuning: 5 up to 4 bits, else 0.")] = None,
+    granularity: Annotated[str | None, typer.Option(help="One scale per tensor or per channel.")] = None,
+    act_fit: Annotated[str | None, typer.Option(help="auto, normal, rectified or minmax.")] = None,
+    quantizer: Annotated[
+        str | None, typer.Option(help="ul2q; to compare: bwn (1 bit), twn (2 bits), fixed or dorefa.")
+    ] = None,
+    optimizer: Annotated[str | None, typer.Option(help="Fine-tuning by adam, sgd or kfac.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate of the fine-tuning.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Samples per step.")] = None,
+    samples: Annotated[int | None, typer.Option(help="Samples for calibration; 0 means all.")] = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option(metavar="PATTERN", help="Layers to leave in float; may be repeated.")
+    ] = None,
+    input_shape: Annotated[str | None, typer.Option(metavar="C,H,W", help="Shape of one input.")] = None,
+    mean: Annotated[str | None, typer.Option(metavar="M,...", help="Mean of each input channel.")] = None,
+    std: Annotated[
+        str | None, typer.Option(metavar="S,...", help="Standard deviation of each channel.")
+    ] = None,
+    resize: Resize = None,
+    crop: Crop = None,
+    opset: Annotated[int | None, typer.Option(help="ONNX opset of the file.")] = None,
+    storage: Annotated[str | None, typer.Option(help="table, or int2 for typed tensors.")] = None,
+    to: Annotated[str, typer.Option(help="What to write: onnx, or onnx,keras.")] = "onnx",
+    seed: Annotated[int | None, typer.Option(help="Seed of everything random.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A config.json; options given here come first.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="DIR", help="Default: MODEL-w<K>a<A> beside it.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, list the layers, write nothing.")
+    ] = False,
+    synthetic: Annotated[
+        bool,
+        typer.Option("--synthetic", help="Without any data: draw inputs from the batch norms' statistics."),
+    ] = False,
+    overwrite: Overwrite = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with an interrupted run of the same options.")
+    ] = False,
+    trust_pickle: TrustPickle = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Quantise a trained network, export it, check it in ONNX Runtime, and report what it costs."""
+    progress = start(quiet, debug)
+    from ul2q.pipeline.compression.compress import compress_file
+
+    given = {
+        "wbits": wbits, "abits": abits, "epochs": epochs, "granularity": granularity, "act_fit": act_fit,
+        "quantizer": quantizer,
+        "optimizer": optimizer, "lr": lr, "batch_size": batch_size, "samples": samples,
+        "exclude": exclude or None, "opset": opset, "storage": storage, "seed": seed,
+    }  # fmt: skip
+    preprocess = {
+        "mean": numbers(mean, "--mean", float),
+        "std": numbers(std, "--std", float),
+        "resize": resize,
+        "crop": crop,
+    }
+    result = compress_file(
+        model,
+        quant_config(config, without_none(given)),
+        data=data,
+        arch=arch,
+        arch_args=network_args(arch_args),
+        input_shape=numbers(input_shape, "--input-shape", int),
+        preprocess=without_none(preprocess) or None,
+        output=output,
+        overwrite=overwrite,
+        resume=resume,
+        dry_run=dry_run,
+        synthetic=synthetic,
+        trust_pickle=trust_pickle,
+        to=targets(to, {"onnx", "keras"}),
+        progress=progress,
+    )
+    print_report(result.report, as_json)
+    if not (as_json or dry_run):
+        typer.echo(f"written: {result.directory}")
+
+
+def export(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="What compress wrote.", show_default=False)],
+    to: Annotated[str, typer.Option(help="keras: writes DIR/model.keras.")] = "keras",
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Write the model of a folder in another format."""
+    start(quiet, debug)
+    from ul2q.pipeline.evaluation.keras_parity import write_mirror
+    from ul2q.pipeline.storage.atomic import check_output
+
+    targets(to, {"keras"})
+    output = folder / "model.keras"
+    check_output(output, overwrite=overwrite)
+    write_mirror(folder / "model.onnx", output)
+    typer.echo(f"written: {output}, {output.stat().st_size:,} bytes")
+
+
+def demo(
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Where to write.")] = Path(
+        "demo"
+    ),
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Train LeNet-5 on 3,500 real handwritten digits, then compress it to 2-bit weights."""
+    progress = start(quiet, debug)
+    from ul2q.pipeline.compression.compress import compress_file
+    from ul2q.pipeline.config import QuantConfig, TrainConfig
+    from ul2q.pipeline.training.train import train as run_training
+
+    checkpoint, compressed = output / "model.pt", output / "model-w2a8"
+    if not overwrite and (checkpoint.exists() or compressed.exists()):
+        raise UsageError(f"{output} holds an earlier demo: give --overwrite, or another -o")
+    output.mkdir(parents=True, exist_ok=True)
+    config = TrainConfig(arch="lenet5", data="mnist5k", optimizer="kfac", seed=0)
+    metrics = run_training(config, checkpoint, resume=False, overwrite=overwrite, progress=progress)
+    typer.echo(f"{checkpoint}: {shown(metrics)}")
+    result = compress_file(
+        checkpoint, QuantConfig(wbits=2, abits=8), output=compressed, overwrite=overwrite, progress=progress
+    )
+    print_report(result.report, as_json=False)
+    typer.echo(f"written: {result.directory}")

@@ -1,0 +1,133 @@
+"""The commands that use a model file: measure its accuracy, run it, time it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ul2q.pipeline.cli.options import (
+    Arch,
+    ArchArgs,
+    Crop,
+    Data,
+    Debug,
+    Json,
+    OnnxFile,
+    Quiet,
+    Resize,
+    TrustPickle,
+    network_args,
+    print_json,
+    start,
+    without_none,
+)
+from ul2q.pipeline.errors import quantity
+
+
+def evaluate(
+    model: Annotated[
+        Path,
+        typer.Argument(metavar="MODEL", help="MODEL.onnx, MODEL.keras or a checkpoint.", show_default=False),
+    ],
+    data: Data = None,
+    resize: Resize = None,
+    crop: Crop = None,
+    arch: Arch = None,
+    arch_args: ArchArgs = None,
+    trust_pickle: TrustPickle = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Measure the accuracy on the test samples, or with masks how well salient objects are found."""
+    progress = start(quiet, debug)
+    from ul2q.pipeline.evaluation.evaluate import evaluate_file
+
+    result = evaluate_file(
+        model,
+        data,
+        changes=without_none({"resize": resize, "crop": crop}),
+        arch=arch,
+        arch_args=network_args(arch_args),
+        trust_pickle=trust_pickle,
+        progress=progress,
+    )
+    if as_json:
+        print_json(result)
+        return
+    shares = [f"{name} {100 * result[name]:.2f} %" for name in ("top1", "top5") if result[name] is not None]
+    errors = [f"{name} {value:.4f}" for name, value in result["metrics"].items()]
+    typer.echo(f"{', '.join(shares + errors)} on {quantity(result['samples'], 'test sample')}")
+
+
+def run(
+    model: OnnxFile,
+    inputs: Annotated[
+        Path,
+        typer.Option("--input", metavar="X", help="A .npy file [N, ...], an image, or a folder of images."),
+    ],
+    resize: Resize = None,
+    crop: Crop = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="OUT.npy", help="Write the model's output here.")
+    ] = None,
+    low_memory: Annotated[
+        bool,
+        typer.Option("--low-memory", help="Run one sample at a time and keep no memory in between; slower."),
+    ] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Run a model on inputs.
+
+    Images and byte arrays are preprocessed as the file says; a .npy of floating-point numbers is taken as the
+    model's input itself.
+    """
+    start(quiet, debug)
+    from ul2q.pipeline.evaluation.evaluate import run_file, save_array
+    from ul2q.pipeline.storage.atomic import check_output
+
+    if output is not None:
+        check_output(output, overwrite=True)
+    changes = without_none({"resize": resize, "crop": crop})
+    values = run_file(model, inputs, changes=changes, low_memory=low_memory)
+    if output is not None:
+        save_array(output, values)
+    answers = values.argmax(1).tolist() if values.ndim == 2 else None
+    if as_json:
+        print_json({"samples": len(values), "shape": list(values.shape), "argmax": answers})
+    elif output is not None:
+        typer.echo(f"{output}: {list(values.shape)}")
+    elif answers is not None:
+        for i, answer in enumerate(answers):
+            typer.echo(f"{i}: class {answer}, score {values[i, answer]:.4g}")
+    else:
+        typer.echo(f"output {list(values.shape)}: give -o OUT.npy to keep it")
+
+
+def bench(
+    model: OnnxFile,
+    against: Annotated[
+        Path | None, typer.Option(metavar="OTHER.onnx", help="A model to compare with.")
+    ] = None,
+    threads: Annotated[int, typer.Option(help="Threads within an operator.")] = 1,
+    runs: Annotated[int, typer.Option(help="Timed calls of each model.")] = 200,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Measure the time of one sample in ONNX Runtime; two models take turns, so that their ratio is fair."""
+    start(quiet, debug)
+    from ul2q.runtimes import onnxruntime as runtime
+
+    result = runtime.bench(model, against, threads=threads, runs=runs)
+    if as_json:
+        print_json(result)
+        return
+    typer.echo(f"{model}: median {result['median_ms']:.3f} ms, 95th percentile {result['p95_ms']:.3f} ms")
+    if against is not None:
+        typer.echo(f"{against}: median {result['against_median_ms']:.3f} ms; ratio {result['ratio']:.3f}")
+    typer.echo("executes " + ", ".join(f"{count} {name}" for name, count in result["operators"].items()))

@@ -1,0 +1,1 @@
+"""Compression: the stages from a captured network to verified files."""

@@ -1,0 +1,149 @@
+"""What passes from stage to stage of a compression beside the graphs."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from ul2q.pipeline.compression.calibrate import BatchNormChoice
+from ul2q.pipeline.compression.finetune import EpochResult, Loss, default_loss
+from ul2q.pipeline.compression.resume import Kept
+from ul2q.pipeline.compression.synthetic import SPEC
+from ul2q.pipeline.config import QuantConfig
+from ul2q.pipeline.data import Dataset, DataSplits, input_batches, with_types, without_channel
+from ul2q.pipeline.errors import UsageError, within
+from ul2q.pipeline.graph.input_types import input_types, takes_sequences
+from ul2q.pipeline.importers.checkpoint import Checkpoint
+from ul2q.pipeline.progress import Progress
+from ul2q.pipeline.tasks.task import Classification, Task
+from ul2q.runtimes.memory import return_freed_memory
+
+# Input elements of a calibration batch: the activations of large images would take much memory in 64 copies.
+_CALIBRATION_ELEMENTS = 2**18
+
+
+@dataclass
+class Work:
+    """A network, its data, and what the stages found out.
+
+    Attributes:
+        model: the network, in float32.
+        data: its data.
+        config: what to do.
+        progress: where to report.
+        loss: fine-tuning loss; `default_loss` means the task's.
+        metric: score of (module, dataset); None means what the task is measured by.
+        task: what the network is for.
+        source: the file that the network came from.
+        seconds: time of each stage.
+        warnings: what the report should say.
+        epochs: results of the fine-tuning.
+        batch_norm: what became of the batch norm statistics.
+        kept: where finished stages are kept for a run that resumes, if anywhere.
+    """
+
+    model: nn.Module
+    data: DataSplits
+    config: QuantConfig
+    progress: Progress
+    loss: Loss = default_loss
+    metric: Callable[[nn.Module, Dataset], float] | None = None
+    task: Task = field(default_factory=Classification)
+    source: Checkpoint | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    epochs: list[EpochResult] = field(default_factory=list)
+    batch_norm: BatchNormChoice | None = None
+    kept: Kept | None = None
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time a stage and say that it runs.
+
+        Yields:
+            Nothing.
+        """
+        self.progress.line(name)
+        started = time.perf_counter()
+        with within(stage=name):
+            yield
+        return_freed_memory()
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+    @property
+    def train(self) -> Dataset:
+        """The samples to calibrate and fine-tune on.
+
+        Raises:
+            UsageError: there are none.
+        """
+        for part in (self.data.train, self.data.validation, self.data.test):
+            if part is not None:
+                return part
+        raise UsageError(f"{self.data.spec} holds no samples")
+
+    def calibration(self) -> Iterator[tuple[Tensor, ...]]:
+        """Yield the inputs of one pass over the calibration samples, shuffled by the seed."""
+        count = len(self.train)
+        with self.progress.bar("calibrate", min(self.config.samples or count, count)) as bar:
+            for inputs in self._calibration_inputs():
+                yield inputs
+                bar.advance(len(inputs[0]))
+
+    def _calibration_inputs(self) -> Iterator[tuple[Tensor, ...]]:
+        left = self.config.samples or len(self.train)
+        fitting = max(2, _CALIBRATION_ELEMENTS // math.prod(self.data.shape))
+        size = min(self.config.batch_size, fitting)
+        for inputs, _ in input_batches(self.train, size, seed=self.config.seed):
+            yield tuple(x[:left] for x in inputs)
+            left -= len(inputs[0])
+            if left <= 0:
+                return
+
+    @property
+    def has_stand_ins(self) -> bool:
+        """Whether the samples were drawn for want of data."""
+        return self.data.spec == SPEC
+
+    def example(self) -> list[Tensor]:
+        """Return inputs of one or two samples."""
+        return [x[:2] for x in next(self._calibration_inputs())]
+
+    def settle_inputs(self) -> None:
+        """Give the inputs the form that the network takes: images or sequences, float32 or whole numbers."""
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        try:
+            plain = without_channel(self.data)
+            if plain is not None and takes_sequences(self.model, self.example()[0]):
+                self.data = plain
+            self.data = with_types(self.data, input_types(self.model, self.example()))
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+    def score(self, module: nn.Module) -> float | None:
+        """Return the validation score, or None without labelled validation data."""
+        found = self._measured(module, self.data.validation)
+        return None if found is None else found[self.metric_name]
+
+    def test_metrics(self, module: nn.Module) -> dict[str, float] | None:
+        """Return what is measured on the test samples, `metric_name` first, or None without labelled ones."""
+        return self._measured(module, self.data.test)
+
+    @property
+    def metric_name(self) -> str:
+        """What scores are called."""
+        return self.task.metric if self.metric is None else getattr(self.metric, "__name__", "metric")
+
+    def _measured(self, module: nn.Module, dataset: Dataset | None) -> dict[str, float] | None:
+        if dataset is None or (self.metric is None and not self.data.labelled):
+            return None
+        if self.metric is not None:
+            return {self.metric_name: self.metric(module, dataset)}
+        return self.task.measure(module, dataset)

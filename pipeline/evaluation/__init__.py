@@ -1,0 +1,1 @@
+"""Evaluation: agreement of files and networks, accuracy, cost, memory and latency."""

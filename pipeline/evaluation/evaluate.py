@@ -1,0 +1,284 @@
+"""Use a finished model: accuracy on the test samples, and outputs for given inputs."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from tokenize import TokenError
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ul2q.pipeline.errors import UsageError, quantity
+from ul2q.pipeline.progress import Progress
+from ul2q.pipeline.storage.atomic import write_bytes
+from ul2q.runtimes import onnxruntime as runtime
+from ul2q.runtimes.memory import large_blocks_returned
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+    from ul2q.pipeline.data import DataSplits
+    from ul2q.pipeline.importers.checkpoint import Checkpoint
+
+Array = npt.NDArray[Any]
+_BATCH = 256
+
+
+def recorded_preprocess(model: Path) -> dict[str, Any]:
+    """Read how ``model`` wants raw samples prepared.
+
+    Returns:
+        The content of ``ul2q.preprocess`` in the ONNX file, empty if it has none.
+
+    Raises:
+        UsageError: the file is unusable, or what it records is.
+    """
+    text = runtime.metadata(model).get("ul2q.preprocess", "{}")
+    try:
+        recorded = json.loads(text)
+    except (ValueError, RecursionError) as error:  # the text may be any bytes
+        raise UsageError(
+            f"{model}: its metadata ul2q.preprocess is not JSON: compress the model again"
+        ) from error
+    return recorded if isinstance(recorded, dict) else {}
+
+
+def evaluate_file(
+    model: Path,
+    data: str | None = None,
+    *,
+    changes: Mapping[str, Any] | None = None,
+    arch: str | None = None,
+    arch_args: dict[str, Any] | None = None,
+    trust_pickle: bool = False,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Measure a file on the test samples: its accuracy, or how well it finds salient objects.
+
+    Args:
+        model: an ONNX file, a .keras file or a checkpoint.
+        data: data source; None takes what a checkpoint records.
+        changes: fields of the recorded preprocessing to replace, "resize" and "crop".
+        arch: the network of a checkpoint that does not record it.
+        arch_args: its arguments.
+        trust_pickle: allow checkpoints that can run code.
+        progress: where to show progress.
+
+    Returns:
+        ``samples``, ``top1`` and ``top5`` (fractions; top5 null for five classes or fewer), and ``metrics``;
+        for data with masks, top1 and top5 are null and ``metrics`` has those of
+        `ul2q.pipeline.tasks.saliency`.
+
+    Raises:
+        UsageError: model and data cannot be used, or do not fit each other.
+    """
+    from ul2q.pipeline.importers.checkpoint import load_checkpoint
+    from ul2q.pipeline.tasks.task import task_for
+
+    if model.suffix == ".onnx":
+        predict, fit, recorded = _onnx(model)
+    elif model.suffix == ".keras":
+        predict, fit, recorded = _keras(model)
+    else:
+        predict, fit, recorded = _checkpoint(load_checkpoint(model, arch, arch_args, trust_pickle))
+    spec = data or recorded
+    if spec is None:
+        raise UsageError("--data is missing: the model does not record what it was trained on")
+    data_splits = _splits(spec, predict, {**fit, "changes": changes})
+    test = data_splits.test
+    if test is None or not data_splits.labelled:
+        raise UsageError(f"{spec} holds no labelled test samples: accuracy needs labels")
+    if progress is not None:
+        progress.line(f"evaluating {model} on {quantity(len(test), 'test sample')}")
+    found = task_for(data_splits, predict).measure(predict, test)
+    top1, top5 = (found.pop(name, None) for name in ("top1", "top5"))
+    return {"samples": len(test), "top1": top1, "top5": top5, "metrics": found}
+
+
+def _splits(spec: str, predict: Module, fit: dict[str, Any]) -> DataSplits:
+    """Return the data in the form that the model takes.
+
+    Raises:
+        UsageError: the data cannot be used, or a network of several inputs is to have resized images.
+    """
+    from ul2q.pipeline.compression.run import Work
+    from ul2q.pipeline.config import QuantConfig
+    from ul2q.pipeline.data import Preprocess, load_data, load_several
+    from ul2q.pipeline.evaluation.keras_parity import KerasModule
+    from ul2q.pipeline.evaluation.measure import OnnxModule
+    from ul2q.pipeline.graph.input_types import input_names
+
+    names = input_names(predict)
+    if len(names) > 1:
+        preprocess, classes = fit["preprocess"], fit.get("classes")
+        if isinstance(preprocess, dict):
+            preprocess = Preprocess.from_dict(preprocess)
+        count = classes if classes is None or isinstance(classes, int) else len(classes)
+        shape = fit["input_shape"]
+        if fit["changes"]:
+            raise UsageError("--resize and --crop are for networks with one input: leave them out")
+        splits = load_several(Path(spec), names, input_shape=shape, preprocess=preprocess, num_classes=count)
+    else:
+        splits = load_data(spec, **fit)
+    if isinstance(predict, OnnxModule | KerasModule):
+        return splits  # which know the types of their inputs
+    work = Work(predict, splits, QuantConfig(wbits=8), Progress(quiet=True))
+    work.settle_inputs()
+    return work.data
+
+
+def _onnx(model: Path) -> tuple[Module, dict[str, Any], str | None]:
+    from ul2q.pipeline.evaluation.measure import OnnxModule
+
+    module = OnnxModule(model)
+    spec, output = module.live.get_inputs()[0], module.live.get_outputs()[0]
+    preprocess = recorded_preprocess(model) or None
+    fit: dict[str, Any] = {"input_shape": _fixed(spec.shape[1:]), "preprocess": preprocess}
+    if len(output.shape) == 2 and isinstance(output.shape[1], int):
+        fit["classes"] = output.shape[1]
+    return module, fit, None
+
+
+def _keras(model: Path) -> tuple[Module, dict[str, Any], str | None]:
+    from ul2q.pipeline.evaluation.keras_parity import KerasModule, keras_runtime
+
+    runtime = keras_runtime()
+    loaded = runtime.files.load_keras(model)
+    about = runtime.files.keras_metadata(model)
+    try:
+        preprocess = json.loads(about.get("ul2q.preprocess", "{}")) or None
+    except (ValueError, RecursionError, TypeError) as error:
+        raise UsageError(f"{model}: its preprocessing is not JSON: compress the model again") from error
+    fit: dict[str, Any] = {"input_shape": runtime.files.input_shape(loaded), "preprocess": preprocess}
+    if len(loaded.outputs) == 1 and len(loaded.outputs[0].shape) == 2:
+        fit["classes"] = loaded.outputs[0].shape[1]
+    return KerasModule(loaded), fit, None
+
+
+def _checkpoint(loaded: Checkpoint) -> tuple[Module, dict[str, Any], str | None]:
+    fit = {"preprocess": loaded.preprocess, "input_shape": loaded.input_shape, "classes": loaded.classes}
+    return loaded.model, fit, (loaded.data or {}).get("spec")
+
+
+def _fixed(shape: list[Any]) -> tuple[int, ...] | None:
+    return tuple(shape) if shape and all(isinstance(size, int) for size in shape) else None
+
+
+def run_file(
+    model: Path, inputs: Path, *, changes: Mapping[str, Any] | None = None, low_memory: bool = False
+) -> Array:
+    """Run an ONNX file on inputs.
+
+    Args:
+        model: the ONNX file.
+        inputs: a .npy file, an image, or a folder of images (taken in the order of their names). Images and
+            byte arrays are preprocessed as the model records; other arrays are the model's input itself. An
+            .npz file holds an array for each input, by the inputs' names or as x1, x2, …
+        changes: fields of the recorded preprocessing to replace, "resize" and "crop".
+        low_memory: run one sample at a time, and give all memory back as soon as it is free.
+
+    Returns:
+        The model's first output [N, ...].
+
+    Raises:
+        UsageError: model or inputs cannot be used, such as inputs with NaN, or do not fit each other.
+    """
+    with large_blocks_returned() if low_memory else nullcontext():
+        live = runtime.session(model, low_memory=low_memory)
+        step = 1 if low_memory else _BATCH
+        if inputs.suffix == ".npz":
+            return next(iter(runtime.run(live, _named_inputs(inputs, live), step).values()))
+        x = _read_inputs(inputs, model, changes or {}, _fixed(live.get_inputs()[0].shape[1:]))
+        return next(iter(runtime.run(live, x, step).values()))
+
+
+def _named_inputs(path: Path, live: Any) -> dict[str, Array]:
+    """Return the arrays of an .npz file by the names of the model's inputs.
+
+    Raises:
+        UsageError: it lacks one, or holds values that are not finite.
+    """
+    from ul2q.pipeline.data.arrays import npz_arrays
+
+    names = [spec.name for spec in live.get_inputs()]
+    arrays = npz_arrays(path)
+    for choice in (names, [f"x{i + 1}" for i in range(len(names))]):
+        if all(name in arrays for name in choice):
+            return {
+                name: _finite(arrays[given], f"{given} in {path}")
+                for name, given in zip(names, choice, strict=True)
+            }
+    raise UsageError(f"{path} holds {', '.join(arrays) or 'nothing'}: the model takes {', '.join(names)}")
+
+
+def read_array(path: Path) -> Array:
+    """Read a .npy file, mapped: what it announces is compared with its size before anything is allocated.
+
+    Returns:
+        The array.
+
+    Raises:
+        UsageError: it is no array of numbers, or truncated.
+    """
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError, OSError, OverflowError, SyntaxError, TokenError, RecursionError) as error:
+        raise UsageError(f"{path} is no .npy array of numbers, or it is truncated: save it again") from error
+
+
+def _read_inputs(
+    inputs: Path, model: Path, changes: Mapping[str, Any], shape: tuple[int, ...] | None
+) -> Array:
+    if not inputs.exists():
+        raise UsageError(f"{inputs} does not exist: give a .npy file, an image or a folder of images")
+    raw = read_array(inputs) if inputs.suffix == ".npy" else None
+    if raw is not None and raw.dtype != np.uint8:
+        return _finite(np.asarray(raw), str(inputs))
+    from ul2q.pipeline.data import ImageDataset, Preprocess
+    from ul2q.pipeline.data.datasets import image_header
+    from ul2q.pipeline.data.images import SUFFIXES
+    from ul2q.pipeline.data.load import array_dataset
+    from ul2q.pipeline.data.raw_parts import Arrays
+
+    preprocess = Preprocess.from_dict({**recorded_preprocess(model), **changes})
+    if raw is not None:
+        dataset: Any = array_dataset(Arrays(raw, None, str(inputs)), None, preprocess, shape, None)
+    else:
+        paths = [inputs]
+        if inputs.is_dir():
+            paths = sorted(path for path in inputs.iterdir() if path.suffix.lower() in SUFFIXES)
+        if not paths:
+            raise UsageError(f"{inputs} holds no images ({', '.join(sorted(SUFFIXES))})")
+        if shape is None or len(shape) != 3:
+            raise UsageError(f"{model} takes {shape}, which no image fits: give a .npy file")
+        for path in paths:  # what is no image has no range of values either
+            image_header(path)
+        dataset = ImageDataset(paths, preprocess.resolve(np.dtype(np.uint8), 0, 255, str(inputs)), shape)
+    return dataset.fetch(np.arange(len(dataset)))[0].numpy()
+
+
+def _finite(x: Array, where: str) -> Array:
+    """Return ``x`` [N, ...].
+
+    Raises:
+        UsageError: some of its values are not finite.
+    """
+    if x.dtype.kind == "f" and x.size and not np.isfinite(x).all():
+        bad = (~np.isfinite(x.reshape(len(x), -1))).sum(1)
+        i = int((bad > 0).argmax())
+        raise UsageError(
+            f"{where}: sample {i} holds {quantity(int(bad[i]), 'NaN or infinite value')}: correct it"
+        )
+    return x
+
+
+def save_array(path: Path, values: Array) -> None:
+    """Write ``values`` to ``path`` in one step: a reader sees the old file or the whole new one."""
+    content = io.BytesIO()
+    np.save(content, values)
+    write_bytes(path, content.getbuffer())

@@ -1,0 +1,181 @@
+"""Measurements of a compressed network and its files, as fields of report.json."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ul2q.exporters.onnx.export import ExportedModel
+from ul2q.pipeline.evaluation import cost_model
+from ul2q.pipeline.graph.folding import master_weight
+from ul2q.pipeline.graph.integer_modules import LoweredWeight
+from ul2q.pipeline.graph.lower import Lowered
+from ul2q.pipeline.graph.prepare import LayerPlan, Prepared
+from ul2q.pipeline.quantize.grid import dequantize
+from ul2q.pipeline.report import weight_distribution as report_weights
+from ul2q.runtimes import onnxruntime as runtime
+
+_BENCH_RUNS = 100
+
+
+@dataclass(frozen=True)
+class Files:
+    """The quantised and the float ONNX file."""
+
+    quantized: Path
+    float: Path
+
+
+class OnnxModule(nn.Module):
+    """An ONNX file as a module that gives its first output."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.live = runtime.session(path, low_memory=True)  # beside the networks in torch
+        self.input_names = tuple(spec.name for spec in self.live.get_inputs())
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Return the first output [N, …] for the inputs, each [N, …]."""
+        feeds = {
+            spec.name: x.numpy().astype(runtime.numpy_type(spec.type), copy=False)
+            for spec, x in zip(self.live.get_inputs(), inputs, strict=True)
+        }
+        return torch.from_numpy(next(iter(runtime.run(self.live, feeds).values())))
+
+
+def layers_report(prepared: Prepared, lowered: Lowered, exported: ExportedModel) -> dict[str, Any]:
+    """Return the fields ``layers`` and ``activations``."""
+    weights = {weight.layer: weight for weight in reversed(lowered.weights.values())}
+    rows = []
+    for plan in prepared.layers:
+        weight = weights.get(plan.name)
+        row = _planned(plan, prepared)
+        if weight is not None:
+            row |= {
+                "alpha": _plain(weight.grid.alpha),
+                "beta": _plain(weight.grid.beta),
+                "sqnr_db": weight.sqnr_db,
+                "bytes_quantized": exported.layer_bytes[plan.name],
+                **_weights(prepared, weight),
+            }
+        rows.append(row)
+    return {"layers": rows, "activations": _activations(prepared)}
+
+
+def planned_layers(prepared: Prepared) -> list[dict[str, Any]]:
+    """Return the rows of ``layers`` before anything was measured."""
+    return [_planned(plan, prepared) for plan in prepared.layers]
+
+
+def _planned(plan: LayerPlan, prepared: Prepared) -> dict[str, Any]:
+    config = prepared.config
+    return {
+        "name": plan.name,
+        "op": plan.op,
+        "parameters": plan.parameters,
+        "outputs": plan.outputs,
+        "multiply_adds": plan.multiply_adds,
+        "wbits": config.wbits if plan.quantized else None,
+        "abits": config.abits if plan.quantized and plan.reason is None else 32,
+        "granularity": config.granularity if plan.quantized else None,
+        "bytes_float": 4 * plan.parameters,
+        "bytes_quantized": None if plan.quantized else 4 * plan.parameters,
+        "quantized": plan.quantized,
+        "reason": plan.reason,
+    }
+
+
+def _weights(prepared: Prepared, weight: LoweredWeight) -> dict[str, Any]:
+    """Return loss and histogram of a layer's float weights, as they were when they were quantised."""
+    w = master_weight(prepared.module.get_submodule(weight.layer)).numpy()
+    grid = weight.grid
+    # A channel that became a constant is no longer what its weights were quantised to.
+    kept = np.setdiff1d(np.arange(len(w)), weight.constant_channels)
+    per_channel = grid.per_channel and prepared.config.granularity == "channel"
+    if not kept.size:
+        return {"loss": None, "histogram": None}
+    rows = kept if weight.constant_channels else slice(None)
+    return {
+        "loss": report_weights.loss(w[rows], dequantize(weight.codes, grid)[rows], per_channel=per_channel),
+        "histogram": report_weights.histogram(w, grid.alpha, grid.beta),
+    }
+
+
+def _plain(value: Any) -> float | list[float]:
+    array = np.asarray(value, np.float64)
+    return [float(v) for v in array] if array.ndim else float(array)
+
+
+def _activations(prepared: Prepared) -> list[dict[str, Any]]:
+    rows = []
+    for site, quantizer in prepared.quantizers():
+        fit = quantizer.params
+        if fit is not None:
+            rows.append(
+                {
+                    "name": site.name,
+                    "scale": fit.scale,
+                    "zero_point": fit.zero_point,
+                    "min": quantizer.stats.low,
+                    "max": quantizer.stats.high,
+                    "fit": fit.fit,
+                    "error": fit.error,
+                    "errors": dict(fit.errors),
+                }
+            )
+    return rows
+
+
+def constant_channels(weights: dict[str, LoweredWeight]) -> list[str]:
+    """Return a note for every layer with channels that batch norm turned into constants."""
+    return [
+        f"{weight.layer}: {len(weight.constant_channels)} of {len(weight.stored)} output channels are "
+        "constant: their scale is 0 or vanishes beside the bias"
+        for weight in weights.values()
+        if weight.constant_channels
+    ]
+
+
+def counted(prepared: Prepared) -> dict[str, Any]:
+    """Return the fields ``memory`` and ``operations`` as far as counting goes."""
+    wbits, abits = prepared.config.wbits, prepared.config.abits
+    parameters, activations = cost_model.paper_totals(prepared.layers)
+    paper = asdict(cost_model.paper_count(parameters, activations, wbits, abits))
+    del paper["float_storage_bytes"]
+    live = cost_model.live_memory(prepared, wbits, abits)
+    return {
+        "memory": {
+            "paper": paper,
+            "planned_peak_bytes": cost_model.peak(live),
+            "float_planned_peak_bytes": cost_model.peak(cost_model.live_memory(prepared, 32, 32)),
+            "live": [asdict(entry) for entry in live],
+        },
+        "operations": asdict(cost_model.operations(prepared.layers, wbits, abits)),
+    }
+
+
+def memory(files: Files) -> dict[str, Any]:
+    """Return the measured peak resident memory of a process that loads and runs each file."""
+    return {
+        "measured_peak_rss_bytes": {
+            "float": runtime.peak_rss(files.float),
+            "quantized": runtime.peak_rss(files.quantized),
+        }
+    }
+
+
+def latency(files: Files, threads: int = 1) -> dict[str, Any]:
+    """Return the time of both files, measured in turns in one process of their own."""
+    result = runtime.bench_apart(files.quantized, files.float, threads=threads, runs=_BENCH_RUNS)
+    return {
+        "float": result["against_median_ms"],
+        "quantized": result["median_ms"],
+        "ratio": result["ratio"],
+        "threads": threads,
+        "operators": result["operators"],
+    }

@@ -1,0 +1,1 @@
+"""Formats: layouts and packing of files, known to exporters and runtimes alike."""

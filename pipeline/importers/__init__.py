@@ -1,0 +1,1 @@
+"""Importers: model files of any format become a torch module with what the file records."""

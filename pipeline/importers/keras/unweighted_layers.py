@@ -1,0 +1,184 @@
+"""Layers without weights."""
+
+# ruff: noqa: ARG001 (all handlers have the same arguments)
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.importers.keras.translator import (
+    Function,
+    Ref,
+    Translator,
+    activation,
+    channels_first,
+    clean,
+    handles,
+    pad,
+)
+
+
+@handles("InputLayer", "EMAQuantizer")
+def _pass(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[Any, ...]) -> Ref:
+    if type(layer).__name__ == "EMAQuantizer":
+        if layer.behind is None:
+            raise UsageError(f"{layer.name}: give behind=, the name of the layer whose output it quantises")
+        translator.result.quantizers[clean(layer.behind)] = layer
+    return refs[0]
+
+
+@handles(
+    "Dropout",
+    "SpatialDropout1D",
+    "SpatialDropout2D",
+    "GaussianNoise",
+    "GaussianDropout",
+    "AlphaDropout",
+    "ActivityRegularization",
+    "Identity",
+)
+def _nothing(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[Any, ...]) -> Ref:
+    return refs[0]
+
+
+def _elementwise(translator: Translator, layer: Any, ref: Ref, module: nn.Module) -> Ref:
+    return translator.add(layer, [ref], module, ref.shape, flat=ref.flat)
+
+
+@handles(
+    "Activation", "ReLU", "LeakyReLU", "ELU", "Softmax", "Relu", "Relu6", "Sigmoid", "Tanh", "Silu", "Gelu"
+)
+def _function(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[Any, ...]) -> Ref:
+    (ref,) = refs
+    kind = type(layer).__name__
+    if kind == "ReLU":
+        plain = not layer.threshold and layer.max_value in (None, 6)
+        if not plain or (layer.negative_slope and layer.max_value is not None):
+            raise UsageError(f"{layer.name}: a ReLU up to {layer.max_value} has no ONNX form here")
+        if layer.negative_slope:
+            return _elementwise(translator, layer, ref, nn.LeakyReLU(layer.negative_slope))
+        return _elementwise(translator, layer, ref, nn.ReLU() if layer.max_value is None else nn.ReLU6())
+    if kind == "LeakyReLU":
+        return _elementwise(translator, layer, ref, nn.LeakyReLU(layer.negative_slope))
+    if kind == "ELU":
+        return _elementwise(translator, layer, ref, nn.ELU(layer.alpha))
+    if kind == "Softmax":
+        name: Any = "softmax"
+    else:
+        name = keras.activations.serialize(layer.activation) if kind == "Activation" else kind.lower()
+    return _elementwise(
+        translator, layer, translator.ordered(ref) if name == "softmax" else ref, activation(layer, name)
+    )
+
+
+def _same_order(translator: Translator, refs: list[Ref]) -> list[Ref]:
+    return refs if len({r.flat for r in refs}) == 1 else [translator.ordered(r) for r in refs]
+
+
+class _Join(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, first: Tensor, *rest: Tensor) -> Tensor:
+        """Return the sum, product or difference."""
+        for x in rest:
+            first = first + x if self.kind == "Add" else first * x if self.kind == "Multiply" else first - x
+        return first
+
+
+@handles("Add", "Multiply", "Subtract")
+def _join(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[Any, ...]) -> Ref:
+    refs = _same_order(translator, refs)
+    return translator.add(layer, refs, _Join(type(layer).__name__), shape, flat=refs[0].flat)
+
+
+@handles("Concatenate")
+def _concatenate(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[Any, ...]) -> Ref:
+    axis, rank = layer.axis % len(shape), len(shape)
+    axis = axis if rank < 3 or axis == 0 else (1 if axis == rank - 1 else axis + 1)
+    refs = [translator.ordered(r) for r in refs]
+    return translator.add(layer, refs, Function(lambda *x: torch.cat(x, axis)), shape)
+
+
+@handles("Flatten")
+def _flatten(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[Any, ...]) -> Ref:
+    (ref,) = refs
+    if len(ref.shape) == 2:
+        return ref
+    inner = channels_first(ref.shape[1:])
+    flat = inner if inner[0] > 1 and int(np.prod(inner[1:])) > 1 else None
+    return translator.add(layer, refs, nn.Flatten(), shape, flat=flat)
+
+
+@handles("Reshape")
+def _reshape(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[Any, ...]) -> Ref:
+    (ref,) = [translator.ordered(r) for r in refs]
+    before, after = len(ref.shape), len(shape)
+
+    def reshape(x: Tensor) -> Tensor:
+        x = x.permute(0, *range(2, before), 1) if before > 2 else x
+        x = x.reshape(-1, *shape[1:])
+        return x.permute(0, after - 1, *range(1, after - 1)) if after > 2 else x
+
+    return translator.add(layer, [ref], Function(reshape), shape)
+
+
+@handles("ZeroPadding2D", "ZeroPadding1D", "Cropping2D")
+def _zero_padding(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[Any, ...]) -> Ref:
+    if type(layer).__name__ == "Cropping2D":
+        return pad(translator, layer, refs[0], [(-a, -b) for a, b in layer.cropping], "")
+    pads = layer.padding if type(layer).__name__ == "ZeroPadding2D" else [layer.padding]
+    return pad(translator, layer, refs[0], [(int(a), int(b)) for a, b in pads], "")
+
+
+@handles("MaxPooling2D", "MaxPooling1D", "AveragePooling2D")
+def _pool(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[Any, ...]) -> Ref:
+    (ref,) = refs
+    size, step = tuple(layer.pool_size), tuple(layer.strides)
+    kind = type(layer).__name__
+    if layer.padding == "same":
+        for length, k, s in zip(ref.shape[1:-1], size, step, strict=True):
+            total = max((-(-length // s) - 1) * s + k - length, 0)
+            if total and (kind == "AveragePooling2D" or total > 1):
+                raise UsageError(
+                    f"{layer.name}: a {kind} with same padding here has no ONNX form: pad before it"
+                )
+    pools: dict[str, Any] = {
+        "MaxPooling2D": nn.MaxPool2d, "MaxPooling1D": nn.MaxPool1d, "AveragePooling2D": nn.AvgPool2d,
+    }  # fmt: skip
+    module = pools[kind](size, step, ceil_mode=layer.padding == "same" and kind != "AveragePooling2D")
+    return translator.add(layer, [ref], module, shape)
+
+
+@handles("GlobalAveragePooling2D", "GlobalAveragePooling1D", "GlobalMaxPooling2D")
+def _global_pool(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[Any, ...]) -> Ref:
+    axes = tuple(range(2, len(refs[0].shape)))
+    keep = bool(layer.keepdims)
+    if type(layer).__name__ == "GlobalMaxPooling2D":
+        return translator.add(layer, refs, Function(lambda x: torch.amax(x, axes, keep)), shape)
+    return translator.add(layer, refs, Function(lambda x: torch.mean(x, axes, keep)), shape)
+
+
+@handles("UpSampling2D")
+def _upsample(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[Any, ...]) -> Ref:
+    if layer.interpolation != "nearest":
+        raise UsageError(
+            f"{layer.name}: {layer.interpolation} interpolation has no ONNX form here: use nearest"
+        )
+    return translator.add(layer, refs, nn.Upsample(scale_factor=tuple(float(s) for s in layer.size)), shape)
+
+
+@handles("Rescaling")
+def _rescale(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[Any, ...]) -> Ref:
+    (ref,) = refs
+    factors = [torch.tensor(np.asarray(v, np.float32)) for v in (layer.scale, layer.offset)]
+    if ref.flat is None and len(shape) > 2:
+        factors = [f.reshape(-1, *[1] * (len(shape) - 2)) if f.ndim else f for f in factors]
+    return _elementwise(translator, layer, ref, Function(lambda x: x * factors[0] + factors[1]))

@@ -1,0 +1,195 @@
+"""A float ONNX file as a torch network, compared with ONNX Runtime; nothing in the file is executed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnx_ir.passes.common as passes
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ul2q.pipeline.data import Preprocess
+from ul2q.pipeline.errors import JobError, UsageError, first_line
+from ul2q.pipeline.importers.checkpoint import Checkpoint
+from ul2q.pipeline.importers.onnx.network import OnnxNetwork, UnsupportedError, shapes_of
+from ul2q.runtimes import onnxruntime as runtime
+
+# Batch sizes at which the translation must agree with ONNX Runtime.
+_BATCHES = (1, 2, 7)
+# Largest difference relative to the largest output, in float32 and in half precision.
+_TOLERANCE, _HALF_TOLERANCE = 1e-4, 2e-2
+_HALF = {onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16}
+
+
+def load_onnx(path: Path) -> Checkpoint:
+    """Read a float ONNX file as a network.
+
+    Args:
+        path: the file; tensors kept outside it must lie in its folder.
+
+    Returns:
+        The network with what the file records. Compare it with :func:`compare` once there are samples.
+
+    Raises:
+        UsageError: the file is unusable, quantised, or holds an operator that is not supported (named).
+    """
+    proto = runtime.load_model(path, external_data=False)
+    _check_outside(proto, path)
+    proto = runtime.load_model(path)
+    about = runtime.metadata(proto)
+    if "ul2q.layers" in about:
+        raise UsageError(f"{path} is quantised already: give the float model or its checkpoint")
+    graph, opset = _plain(proto, path)
+    half = any(t.data_type in _HALF for t in graph.initializer)
+    shapes = shapes_of(graph)
+    first = next(iter(shapes.values()), [])
+    batch = first[0] if first else None
+    try:
+        network = OnnxNetwork(graph, opset, half, batch)
+    except UnsupportedError as error:
+        raise UsageError(f"{path}: {error}") from error
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise UsageError(f"{path} cannot be translated ({first_line(error)}): export it again") from error
+    sizes = first[1:]
+    known = [s for s in sizes if s is not None]
+    return Checkpoint(
+        network.requires_grad_(True).eval(),
+        path,
+        hashlib.sha256(path.read_bytes()).hexdigest(),
+        preprocess=_preprocess(about, path),
+        input_shape=tuple(known) if sizes and len(known) == len(sizes) else None,
+    )
+
+
+def _preprocess(about: dict[str, str], path: Path) -> Preprocess | None:
+    text = about.get("ul2q.preprocess")
+    if text is None:
+        return None
+    try:
+        return Preprocess.from_dict(json.loads(text))
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, TypeError, AttributeError) as error:
+        raise UsageError(f"{path}: its metadata ul2q.preprocess is damaged ({error})") from error
+
+
+def _check_outside(proto: onnx.ModelProto, path: Path) -> None:
+    """Check that no tensor is kept outside the folder of the file.
+
+    Raises:
+        UsageError: one is.
+    """
+    folder = path.absolute().parent.resolve()
+    for tensor in [*proto.graph.initializer, *_attribute_tensors(proto.graph)]:
+        for entry in tensor.external_data:
+            if entry.key != "location":
+                continue
+            place = Path(entry.value)
+            inside = not place.is_absolute() and (folder / place).resolve().is_relative_to(folder)
+            if not inside:
+                raise UsageError(
+                    f"{path}: {tensor.name} is kept at {entry.value}, outside the folder of the file: "
+                    "it is not read; save the model with its data beside it"
+                )
+
+
+def _attribute_tensors(graph: onnx.GraphProto) -> list[onnx.TensorProto]:
+    found = []
+    for node in graph.node:
+        for attribute in node.attribute:
+            found += [attribute.t] if attribute.HasField("t") else []
+            found += list(attribute.tensors)
+            found += _attribute_tensors(attribute.g) if attribute.HasField("g") else []
+    return found
+
+
+def _plain(proto: onnx.ModelProto, path: Path) -> tuple[onnx.GraphProto, int]:
+    """Return the graph without calls of functions, and the version of its operators.
+
+    Raises:
+        UsageError: the graph is damaged.
+    """
+    opset = max((o.version for o in proto.opset_import if o.domain in {"", "ai.onnx"}), default=0)
+    if proto.functions:
+        try:
+            model = ir.from_proto(proto)
+            passes.InlinePass()(model)
+            proto = ir.to_proto(model)
+        except (ValueError, TypeError, LookupError, RuntimeError) as error:
+            raise UsageError(f"{path} is damaged ({first_line(error)}): export it again") from error
+    return proto.graph, opset
+
+
+@torch.no_grad()
+def compare(network: OnnxNetwork, path: Path, example: Sequence[Tensor]) -> None:
+    """Compare a translated network with ONNX Runtime.
+
+    Args:
+        network: from :func:`load_onnx`.
+        path: its file.
+        example: inputs, a few samples each; random ones are added to them.
+
+    Raises:
+        UsageError: the outputs differ, or the translation does not run.
+    """
+    live = runtime.session(path, 1)
+    generator = torch.Generator().manual_seed(0)
+    for batch in _BATCHES:
+        inputs = [_varied(x, batch, generator) for x in example]
+        count = -(-batch // network.batch) * network.batch if network.batch else batch
+        padded = [torch.cat([x] * count)[:count] for x in inputs]
+        feeds = {
+            spec.name: x.numpy().astype(_numpy_type(spec.type))
+            for spec, x in zip(live.get_inputs(), padded, strict=True)
+        }
+        try:
+            theirs = runtime.run(live, feeds)
+            ours = network(*inputs)
+        except UnsupportedError as error:
+            raise UsageError(f"{path}: {error}") from error
+        except JobError as error:
+            raise UsageError(f"{path} does not run on the data: {error}") from error
+        except (RuntimeError, ValueError, TypeError, LookupError) as error:
+            raise UsageError(
+                f"{path}: its translation does not run at batch {batch} ({first_line(error)}): export it "
+                "with an open batch size"
+            ) from error
+        leaves = [leaf for leaf in pytree.tree_leaves(ours) if isinstance(leaf, Tensor)]
+        for (name, expected), found in zip(theirs.items(), leaves, strict=True):
+            _check_same(path, name, batch, found.numpy(), expected[:batch], network.is_half)
+
+
+def _check_same(path: Path, name: str, batch: int, ours: Any, theirs: Any, half: bool) -> None:
+    tolerance = _HALF_TOLERANCE if half else _TOLERANCE
+    theirs = np.asarray(theirs, np.float64)
+    largest = float(np.abs(theirs[np.isfinite(theirs)]).max(initial=0))
+    same = ours.shape == theirs.shape and np.allclose(
+        ours, theirs, rtol=0, atol=tolerance * largest, equal_nan=True
+    )
+    if not same:
+        raise UsageError(
+            f"{path}: its translation differs from ONNX Runtime in output {name} at batch {batch}: the model "
+            "depends on the batch size, or an operator is read wrongly; give the checkpoint it was made from"
+        )
+
+
+def _numpy_type(kind: str) -> Any:
+    names = {"float": "float32", "double": "float64"}
+    inner = kind.removeprefix("tensor(").removesuffix(")")
+    return np.dtype(names.get(inner, inner))
+
+
+def _varied(x: Tensor, batch: int, generator: torch.Generator) -> Tensor:
+    """Return ``batch`` samples: those given, and around them random ones where they are real numbers."""
+    values = torch.cat([x] * -(-batch // len(x)))[:batch]
+    if not x.is_floating_point():
+        return values
+    noise = torch.randn(values.shape, generator=generator) * x.std(correction=0).clamp(min=1e-3)
+    noise[: len(x)] = 0
+    return values + noise

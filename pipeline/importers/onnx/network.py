@@ -1,0 +1,356 @@
+"""An ONNX graph as a torch module whose weights carry the names of their layers."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from onnx import helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+from torch import Tensor, nn
+
+from ul2q.pipeline.graph.rebuild import assign, attribute
+from ul2q.pipeline.importers.onnx import layer_operators, shape_operators
+from ul2q.pipeline.importers.onnx.values import Operator, Step, UnsupportedError, plain
+
+OPERATORS: dict[str, Operator] = {
+    **shape_operators.OPERATORS,
+    **layer_operators.OPERATORS,
+    "Linear": layer_operators.linear,
+}
+#: names of the inputs of an operator that belong to one layer, in order; None is the data
+_LAYERS = {
+    "Conv": (None, "weight", "bias"),
+    "ConvTranspose": (None, "weight", "bias"),
+    "Linear": (None, "weight", "bias"),
+    "BatchNormalization": (None, "weight", "bias", "running_mean", "running_var"),
+    "LayerNormalization": (None, "weight", "bias"),
+    "GroupNormalization": (None, "weight", "bias"),
+    "InstanceNormalization": (None, "weight", "bias"),
+    "PRelu": (None, "weight"),
+    "Gather": ("weight",),
+}
+_OPERATOR_NAME = re.compile(r"(Conv|ConvTranspose|Gemm|MatMul|\w*Normalization|PRelu|Gather)(_\d+)?")
+#: operators whose inputs after the first are settings
+_STEERED = {"Clip", "Pad", "Resize", "Upsample", "Slice", "Squeeze", "Unsqueeze", "Split"}
+_NARROW = {torch.float16, torch.bfloat16, torch.float64}
+# Name of the number of samples, beside the values of the graph.
+_BATCH = "@batch"
+# Elements of a constant that a few bytes of a file may ask for.
+_LARGEST_MADE = 2**26
+
+
+class OnnxNetwork(nn.Module):
+    """A float ONNX graph.
+
+    Attributes:
+        input_names: names of the inputs.
+        output_names: names of the outputs.
+        batch: the batch size, where the file fixes it; the module takes any.
+        is_half: whether the file computes in half precision (the module computes in float32).
+    """
+
+    def __init__(self, graph: onnx.GraphProto, opset: int, half: bool, batch: int | None) -> None:
+        """Translate ``graph``.
+
+        Args:
+            graph: with all its constants in it.
+            opset: version of its operators.
+            half: whether it computes in half precision.
+            batch: the batch size, where the file fixes it.
+        """
+        super().__init__()
+        arrays = {t.name: numpy_helper.to_array(t) for t in graph.initializer}
+        self.input_names = tuple(v.name for v in graph.input if v.name not in arrays)
+        self.output_names = tuple(v.name for v in graph.output)
+        self.batch, self.is_half, self.opset = batch, half, opset
+        steps = self._steps(graph.node, arrays)
+        constants = {name: plain(to_tensor(value)) for name, value in arrays.items()}
+        steps = _own_tensors(_joined(steps, constants, self.output_names), constants)
+        self.settings = _settings(steps, constants, self.output_names)
+        self.places = self._register(steps, constants)
+        self.steps = tuple(steps)
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """Return the output [N, …], or the outputs by name, of ``inputs`` [N, …]."""
+        values: dict[str, Any] = dict(zip(self.input_names, inputs, strict=True))
+        values.update(self.settings, **{_BATCH: inputs[0].shape[0]})
+        for name, place in self.places.items():
+            values[name] = attribute(self, place)
+        for step in self.steps:
+            _execute(step, values)
+        if len(self.output_names) == 1:
+            return values[self.output_names[0]]
+        return {name: values[name] for name in self.output_names}
+
+    def _steps(self, nodes: Iterable[onnx.NodeProto], arrays: dict[str, Any]) -> list[Step]:
+        """Return the nodes that depend on the input; the others are computed into ``arrays``.
+
+        Raises:
+            UnsupportedError: an operator is not supported.
+        """
+        steps = []
+        for i, node in enumerate(nodes):
+            name = node.name or f"{node.op_type}_{i}"
+            is_standard = node.domain in {"", "ai.onnx"}
+            if is_standard and all(n in arrays for n in node.input if n) and not _has_graph(node):
+                arrays.update(_folded(node, name, arrays, self.opset))
+                continue
+            if node.op_type not in OPERATORS or not is_standard:
+                raise UnsupportedError(_unknown(node, name))
+            attributes = {a.name: _attribute(a) for a in node.attribute}
+            extra = (_BATCH,) if node.op_type == "Reshape" and self.batch is not None else ()
+            steps.append(
+                Step(
+                    node.op_type, name, (*node.input, *extra), tuple(node.output), attributes, self.opset,
+                    self.batch, _scope(node),
+                )
+            )  # fmt: skip
+        return steps
+
+    def _register(self, steps: Sequence[Step], constants: Mapping[str, Any]) -> dict[str, str]:
+        """Return the place of every constant that ``steps`` read, after putting it there."""
+        places: dict[str, str] = {}
+        taken: set[str] = set()
+        for step in steps:
+            layer = None
+            for role, name in zip(_LAYERS.get(step.op, ()), step.inputs, strict=False):
+                if role is None or name in places or not isinstance(constants.get(name), Tensor):
+                    continue
+                if not constants[name].is_floating_point():
+                    continue
+                layer = layer or _layer_name(step, step.inputs, taken)
+                taken.add(layer)
+                places[name] = f"{layer}.{role}"
+                value = constants[name].clone()
+                assign(self, places[name], value if role.startswith("running") else nn.Parameter(value))
+        for name in _read(steps, constants, self.output_names):
+            if name not in places and name not in self.settings:
+                places[name] = f"constant_{len(places)}"
+                self.register_buffer(places[name], constants[name].clone())
+        return places
+
+
+def _read(steps: Sequence[Step], constants: Mapping[str, Any], outputs: Sequence[str]) -> list[str]:
+    """Return the constants that are needed, in order."""
+    used = [n for step in steps for n in step.inputs] + list(outputs)
+    return list(dict.fromkeys(n for n in used if n in constants))
+
+
+def _settings(steps: Sequence[Step], constants: Mapping[str, Any], outputs: Sequence[str]) -> dict[str, Any]:
+    """Return the constants that steer operators: numbers, and tensors whose values must be known."""
+    known = {n for step in steps if step.op in _STEERED for n in step.inputs[1:]}
+    return {
+        name: constants[name]
+        for name in _read(steps, constants, outputs)
+        if name in known or not isinstance(constants[name], Tensor)
+    }
+
+
+def to_tensor(array: Any) -> Tensor:
+    """Return a constant of the file; floating-point numbers of any width become float32."""
+    if array.dtype.kind not in "iufb":
+        array = array.astype("float32")  # bfloat16 and its kin have no kind of their own
+    value = torch.from_numpy(np.array(array))
+    return value.float() if value.dtype in _NARROW else value
+
+
+def _has_graph(node: onnx.NodeProto) -> bool:
+    return any(a.HasField("g") for a in node.attribute)
+
+
+def _folded(node: onnx.NodeProto, name: str, arrays: Mapping[str, Any], opset: int) -> dict[str, Any]:
+    """Return the outputs of a node whose inputs are constants, by ONNX's own reference."""
+    _check_size(node, name, arrays)
+    inputs = [n for n in dict.fromkeys(node.input) if n]
+    graph = helper.make_graph(
+        [node], "constant", [helper.make_empty_tensor_value_info(n) for n in inputs],
+        [helper.make_empty_tensor_value_info(n) for n in node.output if n],
+    )  # fmt: skip
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)])
+    values = ReferenceEvaluator(model).run(None, {n: arrays[n] for n in inputs})
+    return {n: np.asarray(v) for n, v in zip((n for n in node.output if n), values, strict=True)}
+
+
+def _attribute(proto: onnx.AttributeProto) -> Any:
+    if proto.type == onnx.AttributeProto.TENSOR:
+        return plain(to_tensor(numpy_helper.to_array(proto.t)))
+    value = helper.get_attribute_value(proto)
+    if proto.name == "to" and proto.type == onnx.AttributeProto.INT:
+        return _torch_type(value)
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    return list(value) if isinstance(value, list | tuple) else value
+
+
+def _torch_type(kind: int) -> torch.dtype:
+    array = np.zeros(0, helper.tensor_dtype_to_np_dtype(kind))
+    return torch.from_numpy(array).dtype if array.dtype.kind in "iufb" else torch.float32
+
+
+def _unknown(node: onnx.NodeProto, name: str) -> str:
+    if node.op_type.startswith("QLinear") or node.op_type.endswith(("QuantizeLinear", "DequantizeLinear")):
+        return f"it is quantised already ({node.op_type} at {name}): give the float model"
+    full = node.op_type if node.domain in {"", "ai.onnx"} else f"{node.domain}.{node.op_type}"
+    return f"operator {full} ({name}) is not supported"
+
+
+def _check_size(node: onnx.NodeProto, name: str, arrays: Mapping[str, Any]) -> None:
+    """Check that a node does not ask for a constant that is out of all proportion to its file.
+
+    Raises:
+        UnsupportedError: it does.
+    """
+    values = [arrays[n] for n in node.input if n]
+    total: float = 0
+    if node.op_type in {"ConstantOfShape", "Expand"}:
+        total = math.prod(max(int(size), 1) for size in values[-1].reshape(-1))
+    elif node.op_type == "Tile":
+        total = values[0].size * math.prod(max(int(size), 1) for size in values[1].reshape(-1))
+    elif node.op_type == "Range":
+        total = abs((float(values[1]) - float(values[0])) / (float(values[2]) or 1.0))
+    if total > _LARGEST_MADE:
+        raise UnsupportedError(f"operator {node.op_type} ({name}) makes a constant of {total:,.0f} elements")
+
+
+def _execute(step: Step, values: dict[str, Any]) -> None:
+    inputs = [values[n] if n else None for n in step.inputs]
+    result = OPERATORS[step.op](step, *inputs)
+    results = result if isinstance(result, tuple) else (result,)
+    values.update({name: value for name, value in zip(step.outputs, results, strict=False) if name})
+
+
+def _joined(steps: list[Step], constants: dict[str, Any], outputs: Sequence[str]) -> list[Step]:
+    """Return ``steps`` with every product with a constant matrix, and the bias behind it, as one Linear."""
+    readers: dict[str, list[Step]] = {}
+    for step in steps:
+        for name in step.inputs:
+            readers.setdefault(name, []).append(step)
+    result: list[Step] = []
+    gone: set[int] = set()
+    for step in steps:
+        if id(step) in gone:
+            continue
+        linear = _as_linear(step, constants)
+        if linear is not None and len(linear.inputs) == 2 and linear.outputs[0] not in outputs:
+            following = readers.get(linear.outputs[0], [])
+            bias = _bias_behind(linear, following, constants)
+            if bias is not None:
+                gone.add(id(following[0]))
+                linear = replace(
+                    linear, inputs=(*linear.inputs, bias), outputs=following[0].outputs, attributes={}
+                )
+        result.append(linear or step)
+    return result
+
+
+def _own_tensors(steps: list[Step], constants: dict[str, Any]) -> list[Step]:
+    """Return ``steps`` with tensors of their own for each layer, except for weights that layers share.
+
+    Exporters store equal tensors once, such as the zeros of two biases; that does not tie the layers.
+    """
+    result = []
+    for step in steps:
+        roles = _LAYERS.get(step.op, ())
+        first = (
+            0 if step.op == "BatchNormalization" else roles.index("weight") + 1 if roles else len(step.inputs)
+        )
+        key = "|".join(step.inputs[1:])
+        names = list(step.inputs)
+        for i, name in enumerate(names):
+            if i and i >= first and isinstance(constants.get(name), Tensor):
+                names[i] = f"{name}@{key}"
+                constants[names[i]] = constants[name]
+        result.append(replace(step, inputs=tuple(names)))
+    return result
+
+
+def _as_linear(step: Step, constants: dict[str, Any]) -> Step | None:
+    """Return a Gemm or MatMul with a constant matrix as x·Wᵀ + b, or None."""
+    weight = constants.get(step.inputs[1]) if step.op in {"Gemm", "MatMul"} else None
+    if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
+        return None
+    if step.op == "Gemm" and step.get("transA", 0):
+        return None
+    turned = step.op == "Gemm" and bool(step.get("transB", 0))
+    scale = float(step.get("alpha", 1.0)) if step.op == "Gemm" else 1.0
+    name = step.inputs[1]
+    if not turned or scale != 1:
+        name = f"{name}.linear" if scale == 1 else f"{name}.linear.{scale}"
+        constants[name] = (weight if turned else weight.T) * scale
+    inputs = [step.inputs[0], name]
+    if len(step.inputs) > 2 and step.inputs[2]:
+        bias = constants.get(step.inputs[2])
+        if not isinstance(bias, Tensor) or bias.numel() not in {1, constants[name].shape[0]}:
+            return None
+        constants[f"{step.inputs[2]}.bias"] = bias.reshape(-1).expand(constants[name].shape[0]) * float(
+            step.get("beta", 1.0)
+        )
+        inputs.append(f"{step.inputs[2]}.bias")
+    source = {"source": step.inputs[1]}
+    return replace(step, op="Linear", inputs=tuple(inputs), attributes=source, batch=None)
+
+
+def _bias_behind(linear: Step, following: Sequence[Step], constants: Mapping[str, Any]) -> str | None:
+    if len(following) != 1 or following[0].op != "Add":
+        return None
+    others = [n for n in following[0].inputs if n != linear.outputs[0]]
+    bias = constants.get(others[0]) if len(others) == 1 else None
+    width = constants[linear.inputs[1]].shape[0]
+    return others[0] if isinstance(bias, Tensor) and bias.shape == (width,) else None
+
+
+def _layer_name(step: Step, inputs: Sequence[str], taken: set[str]) -> str:
+    """Return a free dotted name for a layer: of its weight, else of the module it was, else of its node."""
+    weight = inputs[0] if step.op == "Gather" else inputs[1].partition("@")[0]
+    weight = step.get("source", weight)
+    if re.fullmatch(r"[\w.]+\.weight", weight):
+        path = weight.removesuffix(".weight")
+    else:
+        path = step.scope or _module_path(step.name)
+    reserved = set(dir(nn.Module())) | {"steps", "places", "graph", "code"}
+    path = ".".join(f"{part}_" if part in reserved else part for part in path.split("."))
+    candidate, n = path, 1
+    while candidate in taken or any(t.startswith(f"{candidate}.weight") for t in taken):
+        n += 1
+        candidate = f"{path}_{n}"
+    return candidate
+
+
+def _scope(node: onnx.NodeProto) -> str:
+    """Return the path of the module that torch.onnx notes at a node, innermost before the operator itself."""
+    notes = {entry.key: entry.value for entry in node.metadata_props}
+    paths = re.findall(r"'([^']*)'", notes.get("pkg.torch.onnx.name_scopes", ""))
+    return paths[-2] if len(paths) > 1 and re.fullmatch(r"\w+(\.\w+)*", paths[-2]) else ""
+
+
+def _module_path(name: str) -> str:
+    """Return the path of the module that a node's name tells, such as a.0.conv for /a/a.0/conv/Conv."""
+    parts: list[str] = []
+    for part in (p for p in name.split("/") if p):
+        if parts and part.startswith(f"{parts[-1]}."):  # the exporter repeats the name of a container
+            parts.pop()
+        parts.append(part)
+    if len(parts) > 1 and _OPERATOR_NAME.fullmatch(parts[-1]):
+        parts.pop()
+    plain_parts = [re.sub(r"\W", "_", part) for part in ".".join(parts).split(".") if part]
+    return ".".join(plain_parts)
+
+
+def shapes_of(graph: onnx.GraphProto) -> dict[str, list[int | None]]:
+    """Return the sizes of every input, None where they are open."""
+    constants = {t.name for t in graph.initializer}
+    return {
+        v.name: [d.dim_value if d.HasField("dim_value") else None for d in v.type.tensor_type.shape.dim]
+        for v in graph.input
+        if v.name not in constants
+    }
+
+
+__all__ = ["OnnxNetwork", "UnsupportedError", "shapes_of"]

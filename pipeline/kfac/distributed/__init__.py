@@ -1,0 +1,1 @@
+"""Distributed K-FAC: ownership of layers and collectives on torch.distributed."""

@@ -1,0 +1,196 @@
+"""Stages 1 to 3 and 5 as the optimiser sees them: what the owners of units need, of one rank or of all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.kfac.distributed.ownership import assign, cost, units_of
+from ul2q.pipeline.kfac.distributed.reduce_scatter import Exchange
+from ul2q.pipeline.kfac.distributed.wire_format import Contribution, Form, form_of
+from ul2q.pipeline.kfac.layers.hooks import PROBLEMS, Recorder
+from ul2q.pipeline.kfac.layers.kronecker import Layer
+from ul2q.pipeline.kfac.options import Options
+
+
+class Collector:
+    """Records statistics on this rank and brings them, with the gradients, to the owners.
+
+    Attributes:
+        units: all units of the model.
+        own: those that this rank owns; on one rank all.
+        world: number of ranks P.
+        sampling_error: layer name -> relative error of A by using a share of the examples, where measured.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Mapping[str, Layer],
+        options: Options,
+        *,
+        rows: bool,
+        inverse_interval: int,
+    ) -> None:
+        """Attach hooks, and join the other ranks of torch.distributed if there are any.
+
+        Args:
+            model: the model.
+            layers: the covered layers by name.
+            options: settings.
+            rows: whether statistics may be kept as rows instead of matrices.
+            inverse_interval: steps between inversions, to balance the owners.
+
+        Raises:
+            UsageError: distributed work was asked for without a process group.
+        """
+        self.units = units_of(model, layers)
+        self.sampling_error: dict[str, float] = {}
+        self._recorder = Recorder(layers.values(), rows=rows, share=options.factor_share)
+        self._exchange: Exchange | None = None
+        self._arrived: dict[int, set[int]] = {}
+        self._syncing = True
+        initialised = dist.is_available() and dist.is_initialized()
+        if options.distributed and not initialised:
+            raise UsageError(
+                "KFAC: distributed work was asked for: call torch.distributed.init_process_group"
+            )
+        if initialised and dist.get_world_size() > 1 and options.distributed is not False:
+            self._connect(model, options, inverse_interval)
+        owners = (0,) * len(self.units) if self._exchange is None else self._exchange.owners
+        rank = 0 if self._exchange is None else self._exchange.rank
+        self.world = 1 if self._exchange is None else self._exchange.world
+        self.own = tuple(unit for unit, owner in zip(self.units, owners, strict=True) if owner == rank)
+
+    def _connect(self, model: nn.Module, options: Options, inverse_interval: int) -> None:
+        owners = assign([cost(unit, inverse_interval) for unit in self.units], dist.get_world_size())
+        self._exchange = Exchange(
+            self.units,
+            owners,
+            self._contribution,
+            self._agree,
+            dtype=options.transport_type,
+            bucket_bytes=options.bucket_bytes,
+        )
+        self._exchange.share_model(model)
+        for index, unit in enumerate(self.units):
+            for p in unit.parameters:
+                p.register_post_accumulate_grad_hook(partial(self._gradient_arrived, index))
+
+    def _gradient_arrived(self, index: int, parameter: Tensor) -> None:
+        if not self._syncing or self._exchange is None:
+            return
+        arrived = self._arrived.setdefault(index, set())
+        arrived.add(id(parameter))
+        if len(arrived) == len(self.units[index].parameters):
+            self._exchange.ready(index)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate only: gradients of backward passes inside are sent with those of the first one outside.
+
+        Yields:
+            Nothing.
+        """
+        self._syncing = False
+        try:
+            yield
+        finally:
+            self._syncing = True
+
+    def arm(self, wanted: frozenset[str], *, measure_error: bool) -> None:
+        """Prepare for the batches of the next step.
+
+        Args:
+            wanted: layers whose statistics are to be taken, the same on all ranks.
+            measure_error: measure the error of using a share of the examples.
+        """
+        self._recorder.start(wanted, measure_error=measure_error)
+        self.discard()
+
+    def discard(self) -> None:
+        """Forget what backward passes have brought since the last step; on all ranks together."""
+        self._recorder.clear()
+        self._arrived = {}
+        if self._exchange is not None:
+            self._exchange.restart()
+
+    @property
+    def wanted(self) -> frozenset[str]:
+        """Layers whose statistics are being taken."""
+        return self._recorder.wanted
+
+    def _agree(self) -> list[Form]:
+        """Return the form in which every unit's statistics travel this step, the same on all ranks."""
+        assert self._exchange is not None  # noqa: S101 (only called by it)
+        rows = [0] * len(self.units)
+        if self._recorder.wanted:
+            for index, unit in enumerate(self.units):
+                rows[index] = 0 if unit.layer is None else self._recorder.forward_rows.get(unit.layer.name, 0)
+            rows = self._exchange.largest(rows)
+        pairs = zip(self.units, rows, strict=True)
+        return [form_of(unit, r, self._exchange.world, allow_rows=self._recorder.rows) for unit, r in pairs]
+
+    def _contribution(self, index: int) -> Contribution:
+        """Return what this rank knows about a unit."""
+        unit = self.units[index]
+        gradients = tuple(p.grad for p in unit.parameters)
+        if unit.layer is None or unit.layer.name not in self._recorder.wanted:
+            return Contribution(gradients)
+        found = self._recorder.records.get(unit.layer.name)
+        if found is None:
+            return Contribution(gradients, problem=PROBLEMS.absent)
+        if found.error is not None:
+            self.sampling_error[unit.layer.name] = found.error
+        problem = found.problem or (PROBLEMS.undifferentiated if found.sums is None else None)
+        return Contribution(gradients, found.sums, found.samples, found.used, problem)
+
+    def collect(self, scale: float) -> dict[str, Contribution]:
+        """Statistics and gradients of the units that this rank owns, over all ranks.
+
+        Args:
+            scale: what the mean loss over all ranks was multiplied with in sum; divided out of the gradients.
+
+        Returns:
+            Contributions by the names of the units, with unnormalised statistics.
+        """
+        if self._exchange is None:
+            parts = {index: self._contribution(index) for index in range(len(self.units))}
+        else:
+            parts = self._exchange.collect()
+        found = {}
+        for index, part in parts.items():
+            gradients = tuple(None if g is None else g if scale == 1 else g / scale for g in part.gradients)
+            found[self.units[index].name] = Contribution(
+                gradients, part.sums, part.samples, part.used, part.problem
+            )
+        return found
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        """Return the sums of a few numbers over all ranks."""
+        if self._exchange is None:
+            return list(values)
+        return self._exchange.total(values)
+
+    def share_parameters(self) -> None:
+        """Give all ranks the parameters as their owners have them."""
+        if self._exchange is not None:
+            self._exchange.share_parameters()
+
+    def gather(self, value: Mapping[str, object], to: int) -> list[Mapping[str, object]] | None:
+        """Return the objects of all ranks on rank ``to``, None on the others."""
+        return [value] if self._exchange is None else self._exchange.gather(value, to)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank has sent so far."""
+        return 0 if self._exchange is None else self._exchange.sent_bytes
+
+    def remove_hooks(self) -> None:
+        """Detach from the model's modules."""
+        self._recorder.remove()

@@ -1,0 +1,1 @@
+"""Layers with curvature: hooks, statistics, factors and their inverses."""

@@ -1,0 +1,198 @@
+"""Capture of inputs and output gradients while the model runs.
+
+A forward hook forms the input statistic at once, so that later in-place writes cannot reach it, and registers
+a *tensor* hook on the output. That hook sees the gradient of the value as it left the layer, also when an
+in-place activation follows, and fires before the gradient of the weight is accumulated. Nothing counts until
+the gradient has arrived: forwards in evaluation mode, without gradients, or never differentiated leave no
+trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ul2q.pipeline.kfac.layers.kronecker import Layer, Uncovered
+from ul2q.pipeline.kfac.math.statistics import Sums
+
+
+class Problems(NamedTuple):
+    """Why statistics of a step cannot be used; the order is known to all ranks."""
+
+    absent: str
+    undifferentiated: str
+    unbatched: str
+    uneven: str
+    twice: str
+    late: str
+
+
+PROBLEMS = Problems(
+    absent="no statistics: it ran in evaluation mode, compiled, or its weight was used without calling it",
+    undifferentiated="no statistics: no gradient came back through its output",
+    unbatched="it was called without a batch dimension",
+    uneven="it was called twice with different batch sizes",
+    twice="one forward pass was differentiated twice",
+    late="it was called again during the backward pass",
+)
+
+
+def _full_precision(x: Tensor) -> Tensor:
+    """Return x detached; half precision becomes float32, wider types stay."""
+    x = x.detach()
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+class Record:
+    """What one layer has collected since the last step.
+
+    A layer called K times within one backward pass counts its calls as positions: its examples count once.
+
+    Attributes:
+        sums: unnormalised statistics, None before the first gradient.
+        samples: examples n whose gradients have arrived.
+        used: those of them that the statistics were formed from.
+        problem: why the statistics cannot be used, or None.
+        error: relative error of A by using a share of the examples, where it was measured.
+    """
+
+    def __init__(self) -> None:
+        self.sums: Sums | None = None
+        self.samples = 0
+        self.used = 0
+        self.problem: str | None = None
+        self.error: float | None = None
+        self._pass: tuple[int, int] | None = None  # backward pass and its batch size
+
+    def add(self, sums: Sums, samples: int, used: int, backward: int) -> None:
+        """Add one call.
+
+        Args:
+            sums: its statistics.
+            samples: its batch size.
+            used: examples in ``sums``.
+            backward: number of the backward pass.
+        """
+        if self._pass is None or self._pass[0] != backward:
+            self.samples += samples
+            self.used += used
+            self._pass = (backward, samples)
+        elif self._pass[1] != samples:
+            self.problem = PROBLEMS.uneven
+        self.sums = sums if self.sums is None else self.sums.plus(sums)  # type: ignore[arg-type]
+
+
+class _Call(NamedTuple):
+    """One forward pass of a layer, waiting for its gradient.
+
+    Attributes:
+        inputs: statistic of the inputs, as the layer forms it.
+        samples: batch size.
+        used: examples in ``inputs``.
+        error: relative error of A by using a share of the examples, where it was measured.
+    """
+
+    inputs: Any
+    samples: int
+    used: int
+    error: float | None
+
+
+class Recorder:
+    """Hooks on all layers of a model.
+
+    Attributes:
+        wanted: names of the layers to record.
+        records: what was collected, by layer name.
+        forward_rows: rows (examples times positions) of all forward passes since :meth:`start`, by layer
+            name: known before any gradient arrives, and never less than what the records hold.
+        rows: whether statistics may be kept as rows instead of matrices.
+        share: share of the examples of a batch to use.
+        measure_error: compare A of the share with that of all examples.
+        training_only: ignore layers in evaluation mode.
+    """
+
+    def __init__(
+        self, layers: Iterable[Layer], *, rows: bool, share: float = 1.0, training_only: bool = True
+    ) -> None:
+        layers = list(layers)
+        self.wanted = frozenset(layer.name for layer in layers)
+        self.records: dict[str, Record] = {}
+        self.forward_rows: dict[str, int] = {}
+        self.rows, self.share, self.training_only = rows, share, training_only
+        self.measure_error = share < 1
+        self._handles = [
+            layer.module.register_forward_hook(self._forward_hook(layer), with_kwargs=True)
+            for layer in layers
+        ]
+
+    def start(self, wanted: frozenset[str], *, measure_error: bool = False) -> None:
+        """Begin a new step.
+
+        Args:
+            wanted: names of the layers to record.
+            measure_error: compare A of a share of the examples with that of all.
+        """
+        self.wanted, self.measure_error = wanted, measure_error
+        self.forward_rows = {}
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what backward passes brought; a forward pass whose gradient is still to come counts on."""
+        self.records = {}
+
+    def remove(self) -> None:
+        """Take the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _forward_hook(self, layer: Layer) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+            if layer.name not in self.wanted or not torch.is_grad_enabled() or not output.requires_grad:
+                return
+            if self.training_only and not module.training:
+                return
+            self.records.setdefault(layer.name, Record())  # it ran, even if no gradient comes back
+            call = self._call(layer, args[0] if args else kwargs["input"], output)
+            output.register_hook(self._output_hook(layer, call))
+
+        return hook
+
+    def _call(self, layer: Layer, x: Tensor, output: Tensor) -> _Call | None:
+        """Return what the gradient of an output will need, None without a batch dimension."""
+        used = max(1, round(self.share * x.shape[0])) if x.dim() else 0
+        error = None
+        try:
+            with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+                values = _full_precision(x)
+                inputs = layer.inputs(values, used, rows=self.rows, node=output.grad_fn)
+                if self.measure_error and used < x.shape[0]:
+                    error = layer.input_error(values, used)
+        except Uncovered:
+            return None
+        rows = used * (output.numel() // (output.shape[0] * layer.channels(output)))
+        self.forward_rows[layer.name] = self.forward_rows.get(layer.name, 0) + rows
+        return _Call(inputs, x.shape[0], used, error)
+
+    def _output_hook(self, layer: Layer, call: _Call | None) -> Callable[[Tensor], None]:
+        done = False
+
+        def hook(g: Tensor) -> None:
+            nonlocal done
+            # Not the record of the forward pass: zero_grad may stand between the two passes.
+            record = self.records.setdefault(layer.name, Record())
+            if call is None or done:
+                record.problem = PROBLEMS.unbatched if call is None else PROBLEMS.twice
+                return
+            done = True
+            if call.error is not None:
+                record.error = call.error
+            with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
+                sums = layer.sums(call.inputs, _full_precision(g[: call.used]), rows=self.rows)
+            record.add(sums, call.samples, call.used, torch._C._current_graph_task_id())
+
+        return hook

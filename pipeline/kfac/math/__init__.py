@@ -1,0 +1,1 @@
+"""Mathematics of Kronecker-factored curvature, as pure functions on tensors."""

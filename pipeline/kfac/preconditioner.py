@@ -1,0 +1,180 @@
+"""Stage 4: the curvature of the layers that this rank owns, its refreshes, the preconditioned gradients."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ul2q.pipeline.kfac.distributed.wire_format import Contribution
+from ul2q.pipeline.kfac.layers.curvature import Curvature, KroneckerCurvature, UnitCurvature
+from ul2q.pipeline.kfac.layers.hooks import PROBLEMS
+from ul2q.pipeline.kfac.layers.kronecker import KroneckerLayer, Layer
+from ul2q.pipeline.kfac.options import Options
+from ul2q.pipeline.kfac.refresh_schedule import AdaptiveSchedule, FixedSchedule, Schedule
+
+logger = logging.getLogger(__name__)
+
+
+class NaturalGradient:
+    """Curvature of some layers, kept up to date.
+
+    Attributes:
+        curvature: curvature by layer name.
+        schedule: when statistics are refreshed, the same on all ranks.
+        uncovered: module name -> reason, for layers that take the plain gradient.
+    """
+
+    def __init__(
+        self,
+        names: Iterable[str],
+        own: Sequence[Layer],
+        uncovered: dict[str, str],
+        options: Options,
+        intervals: tuple[int, int],
+        decay: float,
+        total: Callable[[Sequence[float]], list[float]],
+    ) -> None:
+        """Start without statistics.
+
+        Args:
+            names: all covered layers of the model.
+            own: those that this rank owns.
+            uncovered: modules that are known not to be covered.
+            options: settings.
+            intervals: steps between statistics and between inversions.
+            decay: weight of the old factors in a moving average.
+            total: sums numbers over all ranks.
+        """
+        self._layers = {layer.name: layer for layer in own}
+        self._decay, self._total = decay, total
+        self.uncovered = dict(uncovered)
+        for name, reason in uncovered.items():
+            logger.info("K-FAC leaves %s to the plain gradient: %s", name, reason)
+        # Gradients as matrices: kept, as new memory takes time.
+        self._joined: dict[str, tuple[Tensor, tuple[Tensor, ...]]] = {}
+        self._spare: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        keep = options.adaptive is not None
+        diagonal = options.batch_norm == "diagonal"
+        self.curvature: dict[str, Curvature] = {
+            layer.name: KroneckerCurvature(keep_history=keep)
+            if isinstance(layer, KroneckerLayer)
+            else UnitCurvature(diagonal=diagonal, keep_history=keep)
+            for layer in own
+        }
+        self.schedule: Schedule = FixedSchedule(*intervals, averaging=decay > 0)
+        if options.adaptive is not None:
+            self.schedule = AdaptiveSchedule(names, options.adaptive)
+
+    def refresh(
+        self,
+        wanted: frozenset[str],
+        parts: Mapping[str, Contribution],
+        scale: float,
+        damping: float,
+        step: int,
+    ) -> None:
+        """Fold in the statistics, invert when it is time, and settle the next refresh.
+
+        Args:
+            wanted: layers whose statistics were taken, the same on all ranks.
+            parts: contributions of the layers that this rank owns.
+            scale: what the mean loss over all ranks was multiplied with.
+            damping: λ.
+            step: step number.
+        """
+        intervals = dict.fromkeys(sorted(wanted), 0)
+        for name in self.curvature:
+            if name not in wanted:
+                continue
+            part = parts[name]
+            if any(g is None for g in part.gradients):
+                self._leave(name, "no gradient reached it", level=logging.INFO)
+            elif part.sums is None or part.problem is not None:
+                self._leave(name, part.problem or PROBLEMS.undifferentiated)
+            elif not part.sums.finite():
+                self._leave(name, "its statistics are NaN or infinite")
+            else:
+                self._take(name, part, scale, damping, step)
+            if isinstance(self.schedule, AdaptiveSchedule):
+                intervals[name] = self.schedule.propose(name, self.curvature[name].changes())
+        if isinstance(self.schedule, AdaptiveSchedule):
+            self._settle(self.schedule, intervals, step)
+
+    def _settle(self, schedule: AdaptiveSchedule, intervals: dict[str, int], step: int) -> None:
+        """Let all ranks know the intervals that the owners propose, and log them."""
+        agreed = self._total(list(intervals.values()))
+        intervals = {name: int(interval) for name, interval in zip(intervals, agreed, strict=True)}
+        for name, interval in intervals.items():
+            schedule.refreshed(name, step, interval)
+        logger.info("K-FAC step %d: statistics refreshed, next in %s", step, intervals)
+
+    def _take(self, name: str, part: Contribution, scale: float, damping: float, step: int) -> None:
+        curvature = self.curvature[name]
+        counts = (part.samples, part.used)
+        curvature.update(part.sums, counts, scale, self._decay, step)  # type: ignore[arg-type]
+        if self.schedule.inverts(name, step) or not curvature.ready:
+            complaint = curvature.invert(damping)
+            if complaint is not None and curvature.ready:
+                logger.warning("K-FAC, layer %s: %s", name, complaint)
+            elif complaint is not None:
+                self._leave(name, complaint)
+        if curvature.ready:
+            self.uncovered.pop(name, None)
+
+    def _leave(self, name: str, reason: str, level: int = logging.WARNING) -> None:
+        """Say once why a layer takes the plain gradient; older inverses stay in use if there are any."""
+        if self.curvature[name].ready or self.uncovered.get(name) == reason:
+            return
+        self.uncovered[name] = reason
+        logger.log(level, "K-FAC leaves %s to the plain gradient: %s", name, reason)
+
+    def directions(
+        self, parts: Mapping[str, Contribution], lr: float, kl_clip: float | None
+    ) -> dict[Tensor, Tensor]:
+        """Preconditioned gradients, scaled down by the norm guard of all ranks.
+
+        Args:
+            parts: contributions of the layers that this rank owns.
+            lr: learning rate η.
+            kl_clip: κ, or None.
+
+        Returns:
+            ν g̃ of every parameter that has curvature and a gradient, until the next call.
+        """
+        directions: dict[Tensor, Tensor] = {}
+        inner = 0.0
+        for name, curvature in self.curvature.items():
+            gradients = [g for g in parts[name].gradients if g is not None]
+            if not curvature.ready or len(gradients) < len(self._layers[name].parameters):
+                continue
+            v, views = self._matrix(name)
+            torch._foreach_copy_(views, gradients)
+            curvature.precondition_(v, self._spare_like(v))
+            if kl_clip is not None:
+                inner += sum(float((d * g).sum()) for d, g in zip(views, gradients, strict=True))
+            directions |= dict(zip(self._layers[name].parameters, views, strict=True))
+        if kl_clip is None:
+            return directions
+        (inner,) = self._total([inner])
+        if lr**2 * abs(inner) > kl_clip:
+            nu = (kl_clip / (lr**2 * abs(inner))) ** 0.5
+            for direction in directions.values():
+                direction.mul_(nu)
+        return directions
+
+    def _matrix(self, name: str) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the matrix of a layer's gradients, and the views of it that belong to its parameters."""
+        if name not in self._joined:
+            v = self._layers[name].joined()
+            self._joined[name] = v, self._layers[name].split(v)
+        return self._joined[name]
+
+    def _spare_like(self, v: Tensor) -> Tensor:
+        """Return a tensor like ``v`` with any values, the same memory at every call."""
+        key = (v.dtype, v.device)
+        if key not in self._spare or self._spare[key].numel() < v.numel():
+            self._spare[key] = v.new_empty(v.numel())
+        return self._spare[key][: v.numel()].view(v.shape)

@@ -1,0 +1,1 @@
+"""Storage: atomic writes, locks, detection of file formats, guards for untrusted files."""

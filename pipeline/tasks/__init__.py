@@ -1,0 +1,1 @@
+"""Tasks: loss, metrics and targets of classification and dense prediction."""

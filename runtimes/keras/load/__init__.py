@@ -1,0 +1,1 @@
+"""Conversion of an ONNX file written by ul2q to a Keras model."""

@@ -1,0 +1,370 @@
+"""Quantise a Keras model: every weighted layer becomes its μL2Q form, activations get quantisers.
+
+An activation is rounded where integer kernels round (see `ul2q.pipeline.graph.prepare`): the input, the
+output of a convolution or dense layer with the batch norm and ReLU behind it, of an addition, a product, a
+concatenation, an average. Layers that only move numbers keep the grid; all others compute in float, and an
+integer layer that reads them gets a quantiser before it.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+from keras import layers
+
+from ul2q.pipeline.config import QuantConfig
+from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.formats.keras_graph import check_layout, functional, walk
+from ul2q.runtimes.keras.layers.activation_quantizer import EMAQuantizer
+from ul2q.runtimes.keras.layers.weighted import (
+    UL2QConv1D,
+    UL2QConv2D,
+    UL2QConv2DTranspose,
+    UL2QDense,
+    UL2QDepthwiseConv2D,
+)
+from ul2q.runtimes.keras.layers.weighted_base import Weighted
+
+_KEPT = (
+    "name", "trainable", "filters", "units", "kernel_size", "strides", "padding", "dilation_rate", "groups",
+    "depth_multiplier", "use_bias", "kernel_initializer", "bias_initializer", "kernel_regularizer",
+    "bias_regularizer", "kernel_constraint", "bias_constraint",
+)  # fmt: skip
+_TWINS: dict[type, type[Weighted]] = {
+    layers.Conv1D: UL2QConv1D,
+    layers.Conv2D: UL2QConv2D,
+    layers.DepthwiseConv2D: UL2QDepthwiseConv2D,
+    layers.Conv2DTranspose: UL2QConv2DTranspose,
+    layers.Dense: UL2QDense,
+}
+#: integer operators without weights, and the number of their coded inputs that makes them so
+_JOINS = ("Add", "Multiply", "Concatenate")
+_AVERAGES = ("GlobalAveragePooling1D", "GlobalAveragePooling2D", "AveragePooling2D")
+_MOVING = (
+    "MaxPooling1D", "MaxPooling2D", "Flatten", "Reshape", "Permute", "UpSampling2D", "Dropout",
+    "SpatialDropout1D", "SpatialDropout2D", "ZeroPadding1D", "ZeroPadding2D", "Cropping2D", "Part",
+    "LowPadding",
+)  # fmt: skip
+_TABLED = ("LeakyReLU",)
+
+
+@dataclass
+class _Signal:
+    """A value of the new graph.
+
+    Attributes:
+        tensor: its Keras tensor.
+        coded: whether it lies on the grid of a quantiser.
+        anchor: name of the integer layer whose result it is and that is still to be rounded, or None.
+        source: name of the layer that made it.
+        open_to: what may still be fused behind: "norm" and "relu".
+        uses: number of layers that read it.
+        rounded: the signal behind its quantiser, once that exists.
+    """
+
+    tensor: Any
+    coded: bool = False
+    anchor: str | None = None
+    source: str = "input"
+    open_to: tuple[str, ...] = ()
+    uses: int = 1
+    rounded: _Signal | None = None
+
+
+def quantize_model(
+    model: keras.Model,
+    wbits: int,
+    abits: int = 8,
+    exclude: Iterable[str] = (),
+    granularity: str = "tensor",
+    fit: str = "minmax",
+) -> keras.Model:
+    """Return a model whose weights and activations are quantised in training, with the weights of ``model``.
+
+    Convolutions (one and two dimensions, depthwise, separable, transposed) and dense layers become their
+    μL2Q form, nested models become part of the result. Train it as any model; `calibrate` sets the ranges of
+    activations without training. ``model`` is not changed.
+
+    Args:
+        model: a functional or sequential model with channels_last data.
+        wbits: width of a weight, 1..8.
+        abits: width of an activation: 8, or 32 for float.
+        exclude: name patterns (fnmatch) of layers to leave in float.
+        granularity: one (α, β) per "tensor" or per output "channel".
+        fit: how activation ranges are found, see `EMAQuantizer`.
+
+    Returns:
+        A functional model. Quantisers are named ``<layer>_quantizer``.
+
+    Raises:
+        UsageError: a subclassed or channels_first model, an argument out of range, a pattern that matches
+            nothing, or nothing to quantise.
+    """
+    QuantConfig(wbits=wbits, abits=abits, granularity=granularity)
+    network = functional(model)
+    return _Cloning(network, wbits, abits, tuple(exclude), granularity, fit).run()
+
+
+def calibrate(model: keras.Model, batches: Iterable[Any]) -> None:
+    """Set the ranges of all activation quantisers from inputs, without training.
+
+    Args:
+        model: what `quantize_model` returned.
+        batches: inputs of the model, batch by batch.
+
+    Raises:
+        UsageError: the model has no quantisers to set, or there are no batches.
+    """
+    quantizers = [q for q in _all_layers(model) if isinstance(q, EMAQuantizer) and q.fixed is None]
+    if not quantizers:
+        raise UsageError(f"{model.name} has no EMAQuantizer to calibrate: make it with quantize_model")
+    seen = False
+    try:
+        for quantizer in quantizers:
+            quantizer.observing = True
+        for batch in batches:
+            model(batch, training=False)
+            seen = True
+    finally:
+        for quantizer in quantizers:
+            quantizer.observing = False
+    if not seen:
+        raise UsageError("there are no batches: give some inputs of the model")
+
+
+def _all_layers(model: keras.Model) -> Iterator[Any]:
+    for layer in model.layers:
+        yield from _all_layers(layer) if isinstance(layer, keras.Model) else [layer]
+
+
+class _Cloning:
+    def __init__(
+        self, model: keras.Model, wbits: int, abits: int, exclude: Sequence[str], granularity: str, fit: str
+    ) -> None:
+        self.model, self.fit, self.abits = model, fit, abits
+        self.common: dict[str, Any] = {"wbits": wbits, "abits": abits, "granularity": granularity}
+        self.excluded = self._excluded(exclude)
+        self.uses = _uses(model)
+        self.copies: dict[Any, Any] = {}
+        self.quantized = 0
+
+    def run(self) -> keras.Model:
+        names = [t.name for t in self.model.inputs]
+        inputs = [
+            keras.Input(batch_shape=t.shape, dtype=t.dtype, name=name)
+            for t, name in zip(self.model.inputs, names, strict=True)
+        ]
+        signals = [_Signal(tensor, source=name) for tensor, name in zip(inputs, names, strict=True)]
+        remaining = iter(self.uses)
+
+        def visit(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            found = self._visit(layer, args, kwargs)
+            for signal, uses in zip(keras.tree.flatten(found), next(remaining), strict=True):
+                signal.uses = uses
+            return found
+
+        outputs = [self._rounded(s).tensor for s in walk(self.model, signals, visit)]
+        if not self.quantized:
+            raise UsageError(f"nothing to quantise: {self.model.name} has no convolution or dense layer left")
+        single = len(inputs) == 1 and len(outputs) == 1
+        return keras.Model(
+            inputs[0] if single else inputs, outputs[0] if single else outputs, name=self.model.name
+        )
+
+    def _excluded(self, patterns: Sequence[str]) -> set[str]:
+        names = [
+            layer.name
+            for layer in _all_layers(self.model)
+            if type(layer) in {*_TWINS, layers.SeparableConv2D}
+        ]
+        found: set[str] = set()
+        for pattern in patterns:
+            matches = fnmatch.filter(names, pattern)
+            if not matches:
+                raise UsageError(f"exclude {pattern}: no such layer; layers are {', '.join(names)}")
+            found.update(matches)
+        return found
+
+    def _visit(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        check_layout(layer)
+        if isinstance(layer, Weighted | EMAQuantizer):
+            raise UsageError(f"{layer.name} is quantised already: give the float model")
+        name, kind = layer.name, type(layer).__name__
+        signals = [s for s in keras.tree.flatten((args, kwargs)) if isinstance(s, _Signal)]
+        if type(layer) in _TWINS and name not in self.excluded:
+            return self._weighted(layer, signals[0])
+        if kind == "SeparableConv2D" and name not in self.excluded:
+            return self._separable(layer, signals[0])
+        if len(signals) == 1 and signals[0].open_to and signals[0].uses == 1:
+            fused = self._fused(layer, signals[0])
+            if fused is not None:
+                return fused
+        rounded = [self._rounded(s) for s in signals]
+        if self.abits == 8 and self._is_integer(kind, rounded):
+            inputs = {id(s): self._for_integer(r).tensor for s, r in zip(signals, rounded, strict=True)}
+            tensor = self._call(layer, args, kwargs, inputs)
+            return _Signal(tensor, anchor=name, source=name, open_to=("relu",))
+        tensor = self._call(
+            layer, args, kwargs, {id(s): r.tensor for s, r in zip(signals, rounded, strict=True)}
+        )
+        moves = (kind in _MOVING and _nearest(layer)) or _is_relu(layer, plain=True)
+        if keras.tree.is_nested(tensor):
+            return keras.tree.map_structure(lambda t: _Signal(t, source=name), tensor)
+        return _Signal(tensor, coded=moves and all(s.coded for s in rounded), source=name)
+
+    def _is_integer(self, kind: str, signals: list[_Signal]) -> bool:
+        if kind in _JOINS:
+            return any(s.coded for s in signals) and len(signals) > 1
+        return kind in (*_AVERAGES, *_TABLED) and all(s.coded for s in signals)
+
+    def _fused(self, layer: Any, signal: _Signal) -> _Signal | None:
+        """Return the signal behind a batch norm or ReLU that belongs to the integer layer before it."""
+        if isinstance(layer, layers.BatchNormalization) and "norm" in signal.open_to:
+            left: tuple[str, ...] = ("relu",)
+        elif _is_relu(layer) and "relu" in signal.open_to:
+            left = ()
+        else:
+            return None
+        tensor = self._call(layer, (signal,), {}, {id(signal): signal.tensor})
+        return _Signal(tensor, anchor=signal.anchor, source=layer.name, open_to=left)
+
+    # Quantisers
+
+    def _rounded(self, signal: _Signal) -> _Signal:
+        """Return ``signal`` behind the quantiser that its anchor needs."""
+        if signal.anchor is None or self.abits == 32:
+            return signal
+        if signal.rounded is None:
+            signal.rounded = self._quantizer(signal, signal.anchor)
+        return signal.rounded
+
+    def _for_integer(self, signal: _Signal) -> _Signal:
+        """Return ``signal`` as an integer layer reads it: on a grid."""
+        signal = self._rounded(signal)
+        if signal.coded or self.abits == 32:
+            return signal
+        if signal.rounded is None:
+            signal.rounded = self._quantizer(signal, signal.source)
+        return signal.rounded
+
+    def _quantizer(self, signal: _Signal, behind: str) -> _Signal:
+        quantizer = EMAQuantizer(fit=self.fit, behind=behind, name=f"{behind}_quantizer", dtype="float32")
+        return _Signal(quantizer(signal.tensor), coded=True, source=signal.source)
+
+    # Layers
+
+    def _weighted(self, layer: Any, signal: _Signal) -> _Signal:
+        config = {key: value for key, value in layer.get_config().items() if key in _KEPT}
+        integer = not isinstance(layer, layers.Conv2DTranspose)
+        source = self._for_integer(signal) if integer else self._rounded(signal)
+        tensor = self._twin(_TWINS[type(layer)], config, layer, layer.weights, source.tensor)
+        anchor, left = (layer.name, ("norm", "relu")) if integer else (None, ())
+        return self._with_activation(layer, _Signal(tensor, anchor=anchor, source=layer.name, open_to=left))
+
+    def _separable(self, layer: Any, signal: _Signal) -> _Signal:
+        """Return the depthwise and the pointwise layer one behind the other, with a rounding between."""
+        config = layer.get_config()
+        kept = ("kernel_size", "strides", "padding", "dilation_rate", "depth_multiplier")
+        deep = {key: config[key] for key in kept} | {"name": f"{layer.name}_depthwise", "use_bias": False}
+        wide = {"filters": config["filters"], "kernel_size": 1, "use_bias": config["use_bias"],
+                "name": f"{layer.name}_pointwise"}  # fmt: skip
+        kernel, *rest = layer.weights
+        x = self._for_integer(signal).tensor
+        middle = _Signal(self._twin(UL2QDepthwiseConv2D, deep, layer, [kernel], x), anchor=deep["name"])
+        tensor = self._twin(UL2QConv2D, wide, layer, rest, self._for_integer(middle).tensor)
+        name = wide["name"]
+        return self._with_activation(
+            layer, _Signal(tensor, anchor=name, source=name, open_to=("norm", "relu"))
+        )
+
+    def _twin(
+        self, twin: type[Weighted], config: dict[str, Any], layer: Any, weights: Sequence[Any], x: Any
+    ) -> Any:
+        """Return the result of the μL2Q form of ``layer`` with its ``weights``; one form for all its calls.
+
+        Raises:
+            UsageError: a padding that the form does not have.
+        """
+        if config.get("padding") == "causal":
+            raise UsageError(f"{layer.name} has causal padding: put a ZeroPadding1D before it instead")
+        key = (id(layer), config["name"])
+        if key in self.copies:
+            return self.copies[key](x)
+        new = self.copies[key] = twin(**config, **self.common, dtype=layer.dtype_policy.name)
+        tensor = new(x)
+        for variable, value in zip([new.kernel, new.bias], weights, strict=False):
+            variable.assign(value)
+        self.quantized += 1
+        return tensor
+
+    def _with_activation(self, layer: Any, signal: _Signal) -> _Signal:
+        """Return ``signal`` behind the activation that is part of ``layer``."""
+        function = layer.activation
+        if function is keras.activations.linear:
+            return signal
+        if function in (keras.activations.relu, keras.activations.relu6) and signal.open_to:
+            limit = 6.0 if function is keras.activations.relu6 else None
+            tensor = layers.ReLU(limit, name=f"{layer.name}_relu")(signal.tensor)
+            return _Signal(tensor, anchor=signal.anchor, source=layer.name)
+        tensor = layers.Activation(function, name=f"{layer.name}_activation")(self._rounded(signal).tensor)
+        return _Signal(tensor, source=f"{layer.name}_activation")
+
+    def _call(self, layer: Any, args: Any, kwargs: Any, tensors: dict[int, Any]) -> Any:
+        """Return the result of a copy of ``layer`` on Keras tensors in the place of signals."""
+        args, kwargs = keras.tree.map_structure(
+            lambda v: tensors[id(v)] if isinstance(v, _Signal) else v, (args, kwargs)
+        )
+        known = self.copies.get(id(layer))
+        new = self.copies.setdefault(id(layer), known or type(layer).from_config(layer.get_config()))
+        result = new(*args, **kwargs)
+        if known is None and getattr(layer, "weights", None):
+            new.set_weights(layer.get_weights())
+        return result
+
+
+class _Token:
+    """A value that counts how often it is read."""
+
+    def __init__(self) -> None:
+        self.uses = 0
+
+
+def _uses(model: keras.Model) -> list[list[int]]:
+    """Return how often the outputs of each layer are read, the model's own outputs included, in order."""
+    calls: list[list[_Token]] = []
+
+    def visit(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for token in keras.tree.flatten((args, kwargs)):
+            if isinstance(token, _Token):
+                token.uses += 1
+        made = keras.tree.map_structure(lambda _: _Token(), _outputs(layer))
+        calls.append(keras.tree.flatten(made))
+        return made
+
+    for token in walk(model, [_Token() for _ in model.inputs], visit):
+        token.uses += 1
+    return [[token.uses for token in tokens] for tokens in calls]
+
+
+def _outputs(layer: Any) -> Any:
+    """Return the structure of a layer's outputs; layers that are called several times have one."""
+    return getattr(layer, "output", 0)
+
+
+def _is_relu(layer: Any, *, plain: bool = False) -> bool:
+    """Return whether ``layer`` is a ReLU, or a ReLU6 unless ``plain``."""
+    if isinstance(layer, layers.ReLU):
+        same = not layer.negative_slope and not layer.threshold
+        return bool(same and (layer.max_value is None or not plain))
+    if isinstance(layer, layers.Activation):
+        allowed = [keras.activations.relu] if plain else [keras.activations.relu, keras.activations.relu6]
+        return layer.activation in allowed
+    return type(layer).__name__ == "Relu" or (type(layer).__name__ == "Relu6" and not plain)
+
+
+def _nearest(layer: Any) -> bool:
+    return getattr(layer, "interpolation", "nearest") == "nearest"

@@ -1,0 +1,82 @@
+"""Loaded files give the numbers of ONNX Runtime and of the lowered torch network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("keras", reason="Keras is not installed: pip install 'ul2q[keras]'")
+
+import keras
+
+from ul2q.pipeline.evaluation import parity
+from ul2q.runtimes import onnxruntime as runtime
+from ul2q.runtimes.keras import UL2QConv2D, UL2QDense, UL2QDepthwiseConv2D, load_onnx
+from ul2q.runtimes.keras.codes import channels_last, run_with_codes
+
+ARCHITECTURES = ("lenet5", "resnet8", "mobilenet_small")
+Digits = tuple[np.ndarray, np.ndarray]
+
+
+@pytest.mark.parametrize("wbits", [1, 2, 4, 8])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_no_code_differs_between_keras_onnxruntime_and_torch(
+    written: Callable[..., Any], digits: Digits, arch: str, wbits: int
+) -> None:
+    deployment = written(arch, wbits)
+    images = digits[0] if wbits == 2 else digits[0][::4]  # benchmarks/keras_parity.py takes all
+    outputs, codes = run_with_codes(load_onnx(deployment.path), images, batch=250)
+    ours, torch_codes = parity.run_with_codes(deployment.lowered, [torch.from_numpy(images)])
+    tensors = deployment.exported.code_tensors
+    values = runtime.outputs(deployment.path, [*tensors.values(), "logits"], {"input": images}, batch=250)
+    assert set(codes) == set(tensors)
+    assert len(codes) > 4
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(codes[name], values[tensor], err_msg=name)
+        np.testing.assert_array_equal(codes[name], torch_codes[name].numpy(), err_msg=name)
+        assert len(np.unique(codes[name])) > 10
+    np.testing.assert_array_equal(outputs[0], values["logits"])
+    np.testing.assert_array_equal(outputs[0], ours[0].numpy())
+
+
+@pytest.mark.parametrize(
+    "options", [{"granularity": "channel"}, {"storage": "int2"}, {"wbits": 3}, {"wbits": 7}]
+)
+def test_other_grids_and_storages(
+    written: Callable[..., Any], digits: Digits, options: dict[str, Any]
+) -> None:
+    deployment = written("resnet8", **{"wbits": 2, **options})
+    images = digits[0][:100]
+    outputs, _ = run_with_codes(load_onnx(deployment.path), images)
+    expected = next(iter(runtime.run(runtime.session(deployment.path), images).values()))
+    np.testing.assert_array_equal(outputs[0], expected)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_float_activations(written: Callable[..., Any], digits: Digits, arch: str) -> None:
+    deployment = written(arch, 2, abits=32)
+    images = digits[0][:200]
+    ours = load_onnx(deployment.path).predict(channels_last(images), verbose=0)
+    expected = next(iter(runtime.run(runtime.session(deployment.path), images).values()))
+    assert np.abs(ours - expected).max() <= 1e-4 * np.abs(expected).max()
+
+
+def test_the_model_is_an_ordinary_one(written: Callable[..., Any]) -> None:
+    model = load_onnx(written("mobilenet_small", 2).path)
+    lines: list[str] = []
+    model.summary(print_fn=lines.append)
+    assert "features_0_0 (UL2QConv2D)" in "\n".join(lines)
+    assert model.input_shape == (None, 28, 28, 1)
+    kinds = [type(layer) for layer in model.layers]
+    assert kinds.count(UL2QDepthwiseConv2D) == 5
+    assert kinds.count(UL2QConv2D) == 6
+    assert kinds.count(UL2QDense) == 1
+    layer = model.get_layer("features_1_depthwise_0")
+    assert layer.onnx_name == "features.1.depthwise.0"
+    assert layer.codes.dtype == "int8"
+    assert model.trainable_variables == []
+    assert isinstance(model, keras.Model)
