@@ -30,11 +30,11 @@ def main() -> None:
 
     from ul2q.pipeline.compression.compress import compress_file
     from ul2q.pipeline.config import QuantConfig, TrainConfig
-    from ul2q.pipeline.evaluation.keras_parity import keras_runtime
     from ul2q.pipeline.progress import Progress
     from ul2q.pipeline.training.train import train
+    from ul2q.runtimes.keras_import import require_keras
 
-    keras_runtime()
+    require_keras()
     quiet = Progress(quiet=True)
     print(f"{'network':16} {'W/A':>5} {'codes differ from torch':>26} {'top1':>22} {'bytes':>18}")
     columns = f"{'ONNX Runtime':>13} {'Keras':>12} {'ONNX Runtime':>14} {'Keras':>7}"

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from ul2q import QuantConfig, compress
 from ul2q.pipeline.compression.compress import CompressedModel
 from ul2q.pipeline.data import DataSplits, batches, load_data
-from ul2q.pipeline.evaluation.measure import OnnxModule
+from ul2q.pipeline.evaluation.backends import OnnxModule
 from ul2q.pipeline.tasks.accuracy import measure_accuracy
 from ul2q.runtimes import onnxruntime as runtime
 

@@ -13,8 +13,8 @@ import argparse
 from pathlib import Path
 
 from ul2q import QuantConfig, compress, load_checkpoint
+from ul2q.pipeline.compression.samples import draw_samples
 from ul2q.pipeline.data import load_data
-from ul2q.pipeline.importers.model_file import draw_samples
 from ul2q.pipeline.progress import Progress
 from ul2q.pipeline.tasks.accuracy import measure_accuracy
 

@@ -14,11 +14,10 @@ import keras
 
 from ul2q import __version__
 from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.formats.keras_file import METADATA
 from ul2q.pipeline.storage.atomic import write_bytes
-from ul2q.pipeline.storage.zip_guard import DAMAGED_ZIP, check_expansion
 
 _MOMENT = (1980, 1, 1, 0, 0, 0)
-_METADATA = "metadata.json"
 
 
 def save_keras(model: keras.Model, path: str | Path, about: Mapping[str, Any] | None = None) -> int:
@@ -56,7 +55,7 @@ def _compressed(path: Path, about: Mapping[str, Any]) -> bytes:
             content = source.read(name)
             if name.endswith(".json"):
                 document = json.loads(content)
-                if name == _METADATA:
+                if name == METADATA:
                     document = {"keras_version": document["keras_version"], "date_saved": "", "ul2q": about}
                 content = json.dumps(_renumbered(document, {}), separators=(",", ":")).encode()
             entry = zipfile.ZipInfo(name, _MOMENT)
@@ -73,23 +72,3 @@ def _renumbered(value: Any, known: dict[int, int]) -> Any:
             for key, item in value.items()
         }
     return [_renumbered(item, known) for item in value] if isinstance(value, list) else value
-
-
-def keras_metadata(path: Path) -> dict[str, Any]:
-    """Return what `save_keras` noted in a file; empty for a file that Keras itself wrote.
-
-    Raises:
-        UsageError: the file is missing, damaged, larger than it looks, or no .keras file.
-    """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            check_expansion(archive, path)
-            document = json.loads(archive.read(_METADATA))
-    except FileNotFoundError as error:
-        raise UsageError(f"{path} does not exist: give a .keras file") from error
-    except UsageError:
-        raise
-    except (*DAMAGED_ZIP, OSError) as error:
-        raise UsageError(f"{path} is no .keras file, or it is damaged: save the model again") from error
-    found = document.get("ul2q", {}) if isinstance(document, dict) else {}
-    return found if isinstance(found, dict) else {}

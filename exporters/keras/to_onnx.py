@@ -16,13 +16,13 @@ from ul2q.exporters.onnx.export import ExportedModel, export_lowered
 from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.formats import keras_layout
-from ul2q.pipeline.formats.keras_graph import functional, walk
 from ul2q.pipeline.graph import operators
 from ul2q.pipeline.graph.capture import capture
 from ul2q.pipeline.graph.folding import FixedWeight
 from ul2q.pipeline.graph.lower import Lowered, lower
 from ul2q.pipeline.graph.prepare import Prepared, Site, prepare
-from ul2q.pipeline.importers.keras import Ref, Translated, Translator, clean
+from ul2q.pipeline.importers.keras import Translated, clean
+from ul2q.pipeline.importers.keras.to_torch import to_torch
 
 
 @dataclass(frozen=True)
@@ -36,26 +36,6 @@ class KerasExport:
 
     exported: ExportedModel
     lowered: Lowered
-
-
-def to_torch(model: keras.Model, *, drop_softmax: bool = False) -> Translated:
-    """Return the float network of a Keras model in torch, channels first.
-
-    Args:
-        model: a functional or sequential model with channels_last data.
-        drop_softmax: leave out a final softmax, which training losses expect to do themselves.
-
-    Returns:
-        The network.
-
-    Raises:
-        UsageError: the model is subclassed, not built, channels_first, or has a layer without an ONNX form.
-    """
-    network = functional(model)
-    names = [str(t.name) for t in network.inputs]
-    translator = Translator([tuple(t.shape) for t in network.inputs], names)
-    outputs: list[Ref] = walk(network, list(translator.refs), translator.visit)
-    return translator.finish(translator.drop_softmax(outputs) if drop_softmax else outputs)
 
 
 def to_onnx(

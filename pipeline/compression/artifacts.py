@@ -14,7 +14,9 @@ from ul2q import __version__
 from ul2q.pipeline.compression.run import Work
 from ul2q.pipeline.data import Dataset, input_batches
 from ul2q.pipeline.errors import JobError, UsageError, quantity
-from ul2q.pipeline.evaluation import keras_parity, measure
+from ul2q.pipeline.evaluation import measure
+from ul2q.pipeline.evaluation.backends import KerasModule, OnnxModule
+from ul2q.pipeline.evaluation.keras_parity import mirror_parity, write_mirror
 from ul2q.pipeline.evaluation.parity import verify
 from ul2q.pipeline.graph.folding import float_state_dict
 from ul2q.pipeline.graph.lower import Lowered
@@ -118,8 +120,8 @@ def _write_keras(
     path, work = folder / "model.keras", compressed._work
     progress = work.progress
     try:
-        twin = keras_parity.write_mirror(folder / "model.onnx", path)
-        parity = keras_parity.mirror_parity(path, twin, compressed.lowered, (inputs[0] for inputs in batches))
+        twin = write_mirror(folder / "model.onnx", path)
+        parity = mirror_parity(path, twin, compressed.lowered, (inputs[0] for inputs in batches))
     except (UsageError, JobError) as error:
         how = "run again with --resume --to onnx" if work.kept is not None else "leave keras out of `to`"
         raise type(error)(f"{error}; the ONNX file is verified: {how} to get it") from error
@@ -148,8 +150,8 @@ def _accuracies(work: Work, lowered: Lowered, files: measure.Files, twin: Any) -
             "samples": len(work.data.test),
             "float": before[work.metric_name],
             "quantized": after[work.metric_name],
-            "onnxruntime": score(measure.OnnxModule(files.quantized)),
-            "keras": None if twin is None else score(keras_parity.KerasModule(twin)),
+            "onnxruntime": score(OnnxModule(files.quantized)),
+            "keras": None if twin is None else score(KerasModule(twin)),
         },
         "metrics": {
             name: {"float": value, "quantized": after.get(name)}

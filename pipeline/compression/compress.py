@@ -18,26 +18,29 @@ from ul2q import __version__
 from ul2q.exporters.onnx.export import ExportedModel, export_float, export_lowered
 from ul2q.pipeline.compression.artifacts import data_name, write
 from ul2q.pipeline.compression.calibrate import calibrate, fit_activations
-from ul2q.pipeline.compression.finetune import Loss, default_loss, finetune, gentler
+from ul2q.pipeline.compression.finetune import finetune, gentler
 from ul2q.pipeline.compression.keras_check import check_keras
 from ul2q.pipeline.compression.resume import Kept, key_of, unfinished_path
 from ul2q.pipeline.compression.run import Work
+from ul2q.pipeline.compression.samples import draw_samples, load_samples
 from ul2q.pipeline.compression.synthetic import SYNTHETIC_WARNING
 from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.data import Dataset, Inputs, as_splits, input_batches
 from ul2q.pipeline.errors import UsageError, quantity
-from ul2q.pipeline.evaluation import keras_parity, measure
+from ul2q.pipeline.evaluation import measure
 from ul2q.pipeline.graph.capture import Captured, capture
 from ul2q.pipeline.graph.input_types import input_names
 from ul2q.pipeline.graph.lower import Lowered, lower
 from ul2q.pipeline.graph.prepare import Prepared, prepare
-from ul2q.pipeline.importers.model_file import check_translation, draw_samples, load_model, load_samples
+from ul2q.pipeline.importers.model_file import check_translation, load_model
 from ul2q.pipeline.importers.state_dict import check_finite
 from ul2q.pipeline.progress import Progress
 from ul2q.pipeline.report import schema
 from ul2q.pipeline.storage.atomic import check_output, check_output_folder, replacing_folder
 from ul2q.pipeline.storage.lock import claimed
+from ul2q.pipeline.tasks.losses import Loss, default_loss
 from ul2q.pipeline.tasks.task import task_for
+from ul2q.runtimes.keras_import import require_keras
 
 
 @dataclass
@@ -72,7 +75,10 @@ class CompressedModel:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.onnx"
             self.exported.save(path)
-            return keras_parity.keras_runtime().load_onnx(path)
+            require_keras()
+            from ul2q.runtimes.keras import load_onnx
+
+            return load_onnx(path)
 
     def save(self, directory: str | Path, *, overwrite: bool = False, to: Sequence[str] = ("onnx",)) -> Path:
         """Write model.onnx, float.onnx, checkpoint.pt, config.json and the reports, verified and measured.
@@ -99,7 +105,7 @@ class CompressedModel:
     def _save(self, directory: Path, to: Sequence[str]) -> Path:
         _check_targets(to, self.lowered.input_names)
         if "keras" in to:
-            keras_parity.keras_runtime()  # a missing package is told before any work
+            require_keras()  # fail early if it is not installed
         with replacing_folder(directory) as folder:
             self.report = write(self, folder, "keras" in to)
         return directory

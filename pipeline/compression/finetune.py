@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -17,9 +16,7 @@ from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.data import Inputs
 from ul2q.pipeline.graph.operators import BATCH_NORMS
 from ul2q.pipeline.graph.prepare import Prepared
-
-#: (outputs, targets or None, outputs of the float model) -> scalar loss.
-Loss = Callable[[Any, Any, Any], Tensor]
+from ul2q.pipeline.tasks.losses import Loss, default_loss
 
 # Learning rates at which 2-bit networks recover within a few epochs (validation digits of mnist5k).
 _LEARNING_RATES = {"adam": 1e-3, "sgd": 1e-2, "kfac": 1e-2}
@@ -42,25 +39,6 @@ class EpochResult:
     epoch: int
     loss: float
     score: float | None
-
-
-def default_loss(outputs: Any, targets: Any, teacher: Any) -> Tensor:
-    """Cross entropy with the labels, if any, plus the divergence from the teacher's distribution.
-
-    Outputs that are not class scores [N, classes] are fitted to the teacher's in the mean square.
-
-    Returns:
-        A scalar.
-    """
-    if not isinstance(outputs, Tensor) or outputs.ndim != 2:
-        pairs = zip(_leaves(outputs), _leaves(teacher), strict=True)
-        return torch.stack([F.mse_loss(a, b) for a, b in pairs]).sum()
-    loss = F.kl_div(outputs.log_softmax(1), teacher.log_softmax(1), log_target=True, reduction="batchmean")
-    return loss if targets is None else loss + F.cross_entropy(outputs, targets)
-
-
-def _leaves(value: Any) -> list[Tensor]:
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def gentler(config: QuantConfig) -> QuantConfig:

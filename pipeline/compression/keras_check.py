@@ -14,10 +14,10 @@ from ul2q.exporters.onnx.export import export_lowered
 from ul2q.pipeline.compression.calibrate import fit_activations
 from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.errors import JobError, UsageError
-from ul2q.pipeline.evaluation.keras_parity import keras_runtime
 from ul2q.pipeline.graph.capture import copy_graph
 from ul2q.pipeline.graph.lower import lower
 from ul2q.pipeline.graph.prepare import Prepared
+from ul2q.runtimes.keras_import import require_keras
 
 
 def check_keras(prepared: Prepared, example: Sequence[Tensor], config: QuantConfig) -> None:
@@ -31,7 +31,9 @@ def check_keras(prepared: Prepared, example: Sequence[Tensor], config: QuantConf
     Raises:
         UsageError: Keras is not installed, or the network holds what no Keras layer stands for.
     """
-    runtime = keras_runtime()
+    require_keras()
+    from ul2q.runtimes.keras import load_onnx
+
     trial = replace(prepared, module=copy_graph(prepared.module, own_parameters=False))
     with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]):
         path = Path(folder) / "model.onnx"
@@ -41,6 +43,6 @@ def check_keras(prepared: Prepared, example: Sequence[Tensor], config: QuantConf
         except (UsageError, JobError):
             return  # a few samples prove nothing: calibration has the last word
         try:
-            runtime.load_onnx(path)
+            load_onnx(path)
         except UsageError as error:
             raise UsageError(f"{error}; leave keras out of --to, or change the network") from error

@@ -11,15 +11,16 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from ul2q.pipeline.compression.calibrate import BatchNormChoice
-from ul2q.pipeline.compression.finetune import EpochResult, Loss, default_loss
+from ul2q.pipeline.compression.finetune import EpochResult
 from ul2q.pipeline.compression.resume import Kept
 from ul2q.pipeline.compression.synthetic import SPEC
 from ul2q.pipeline.config import QuantConfig
-from ul2q.pipeline.data import Dataset, DataSplits, input_batches, with_types, without_channel
+from ul2q.pipeline.data import Dataset, DataSplits, input_batches
 from ul2q.pipeline.errors import UsageError, within
-from ul2q.pipeline.graph.input_types import input_types, takes_sequences
+from ul2q.pipeline.graph.input_types import adapt_inputs
 from ul2q.pipeline.importers.checkpoint import Checkpoint
 from ul2q.pipeline.progress import Progress
+from ul2q.pipeline.tasks.losses import Loss, default_loss
 from ul2q.pipeline.tasks.task import Classification, Task
 from ul2q.runtimes.memory import return_freed_memory
 
@@ -115,17 +116,8 @@ class Work:
         return [x[:2] for x in next(self._calibration_inputs())]
 
     def settle_inputs(self) -> None:
-        """Give the inputs the form that the network takes: images or sequences, float32 or whole numbers."""
-        modes = [(module, module.training) for module in self.model.modules()]
-        self.model.eval()
-        try:
-            plain = without_channel(self.data)
-            if plain is not None and takes_sequences(self.model, self.example()[0]):
-                self.data = plain
-            self.data = with_types(self.data, input_types(self.model, self.example()))
-        finally:
-            for module, mode in modes:
-                module.training = mode
+        """Bring the samples into the form that the network takes."""
+        self.data = adapt_inputs(self.model, self.data)
 
     def score(self, module: nn.Module) -> float | None:
         """Return the validation score, or None without labelled validation data."""

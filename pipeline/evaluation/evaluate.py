@@ -14,9 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ul2q.pipeline.errors import UsageError, quantity
+from ul2q.pipeline.formats.keras_file import keras_metadata
 from ul2q.pipeline.progress import Progress
 from ul2q.pipeline.storage.atomic import write_bytes
 from ul2q.runtimes import onnxruntime as runtime
+from ul2q.runtimes.keras_import import require_keras
 from ul2q.runtimes.memory import large_blocks_returned
 
 if TYPE_CHECKING:
@@ -106,12 +108,9 @@ def _splits(spec: str, predict: Module, fit: dict[str, Any]) -> DataSplits:
     Raises:
         UsageError: the data cannot be used, or a network of several inputs is to have resized images.
     """
-    from ul2q.pipeline.compression.run import Work
-    from ul2q.pipeline.config import QuantConfig
     from ul2q.pipeline.data import Preprocess, load_data, load_several
-    from ul2q.pipeline.evaluation.keras_parity import KerasModule
-    from ul2q.pipeline.evaluation.measure import OnnxModule
-    from ul2q.pipeline.graph.input_types import input_names
+    from ul2q.pipeline.evaluation.backends import KerasModule, OnnxModule
+    from ul2q.pipeline.graph.input_types import adapt_inputs, input_names
 
     names = input_names(predict)
     if len(names) > 1:
@@ -127,13 +126,11 @@ def _splits(spec: str, predict: Module, fit: dict[str, Any]) -> DataSplits:
         splits = load_data(spec, **fit)
     if isinstance(predict, OnnxModule | KerasModule):
         return splits  # which know the types of their inputs
-    work = Work(predict, splits, QuantConfig(wbits=8), Progress(quiet=True))
-    work.settle_inputs()
-    return work.data
+    return adapt_inputs(predict, splits)
 
 
 def _onnx(model: Path) -> tuple[Module, dict[str, Any], str | None]:
-    from ul2q.pipeline.evaluation.measure import OnnxModule
+    from ul2q.pipeline.evaluation.backends import OnnxModule
 
     module = OnnxModule(model)
     spec, output = module.live.get_inputs()[0], module.live.get_outputs()[0]
@@ -145,16 +142,18 @@ def _onnx(model: Path) -> tuple[Module, dict[str, Any], str | None]:
 
 
 def _keras(model: Path) -> tuple[Module, dict[str, Any], str | None]:
-    from ul2q.pipeline.evaluation.keras_parity import KerasModule, keras_runtime
+    from ul2q.pipeline.evaluation.backends import KerasModule
 
-    runtime = keras_runtime()
-    loaded = runtime.files.load_keras(model)
-    about = runtime.files.keras_metadata(model)
+    require_keras()
+    from ul2q.runtimes.keras import keras_files
+
+    loaded = keras_files.load_keras(model)
+    about = keras_metadata(model)
     try:
         preprocess = json.loads(about.get("ul2q.preprocess", "{}")) or None
     except (ValueError, RecursionError, TypeError) as error:
         raise UsageError(f"{model}: its preprocessing is not JSON: compress the model again") from error
-    fit: dict[str, Any] = {"input_shape": runtime.files.input_shape(loaded), "preprocess": preprocess}
+    fit: dict[str, Any] = {"input_shape": keras_files.input_shape(loaded), "preprocess": preprocess}
     if len(loaded.outputs) == 1 and len(loaded.outputs[0].shape) == 2:
         fit["classes"] = loaded.outputs[0].shape[1]
     return KerasModule(loaded), fit, None

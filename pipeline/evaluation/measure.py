@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 
 from ul2q.exporters.onnx.export import ExportedModel
 from ul2q.pipeline.evaluation import cost_model
@@ -29,23 +27,6 @@ class Files:
 
     quantized: Path
     float: Path
-
-
-class OnnxModule(nn.Module):
-    """An ONNX file as a module that gives its first output."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.live = runtime.session(path, low_memory=True)  # beside the networks in torch
-        self.input_names = tuple(spec.name for spec in self.live.get_inputs())
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        """Return the first output [N, …] for the inputs, each [N, …]."""
-        feeds = {
-            spec.name: x.numpy().astype(runtime.numpy_type(spec.type), copy=False)
-            for spec, x in zip(self.live.get_inputs(), inputs, strict=True)
-        }
-        return torch.from_numpy(next(iter(runtime.run(self.live, feeds).values())))
 
 
 def layers_report(prepared: Prepared, lowered: Lowered, exported: ExportedModel) -> dict[str, Any]:

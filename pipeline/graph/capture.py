@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from ul2q.pipeline.errors import UsageError, first_line
 from ul2q.pipeline.graph.input_types import input_names
 from ul2q.pipeline.graph.rebuild import LayerBuilder
-from ul2q.pipeline.importers.torch_programs import as_module
+from ul2q.pipeline.graph.torch_programs import as_module
 
 aten = torch.ops.aten
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ul2q.pipeline.data import DataSplits, input_batches, with_types, without_channel
+
 # What running a model on inputs of an unsuitable type raises.
 _REFUSALS = (RuntimeError, ValueError, TypeError, LookupError, AssertionError)
 _TYPES = (torch.float32, torch.int64)
@@ -25,6 +27,35 @@ def input_names(model: nn.Module) -> tuple[str, ...]:
     parameters = inspect.signature(model.forward).parameters.values()
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return tuple(p.name for p in parameters if p.kind in positional and p.default is p.empty)
+
+
+def adapt_inputs(model: nn.Module, data: DataSplits) -> DataSplits:
+    """Bring samples into the form that ``model`` takes: images or sequences, float32 or whole numbers.
+
+    Args:
+        model: the network; its modes (training or not) are left as they are.
+        data: samples as they were read.
+
+    Returns:
+        The samples, without the channel axis where the network takes sequences [N, A, B], each input in the
+        type of `input_types`.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        plain = without_channel(data)
+        if plain is not None and takes_sequences(model, _example(data)[0]):
+            data = plain
+        return with_types(data, input_types(model, _example(data)))
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _example(data: DataSplits) -> list[Tensor]:
+    samples = next(part for part in (data.train, data.validation, data.test) if part is not None)
+    inputs, _ = next(iter(input_batches(samples, 2)))
+    return list(inputs)
 
 
 def input_types(model: nn.Module, example: Sequence[Tensor]) -> tuple[torch.dtype, ...]:

@@ -25,8 +25,8 @@ from torch import nn
 from ul2q import models
 from ul2q.pipeline.data import Preprocess
 from ul2q.pipeline.errors import UsageError, first_line
+from ul2q.pipeline.graph.torch_programs import from_exported
 from ul2q.pipeline.importers import state_dict
-from ul2q.pipeline.importers.torch_programs import from_exported
 from ul2q.pipeline.storage.file_format import Kind, sniff
 from ul2q.pipeline.storage.torch_save import write_tensors
 

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ul2q import models
-from ul2q.pipeline.compression.finetune import default_loss
 from ul2q.pipeline.data import Dataset, DataSplits, input_batches
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.tasks.accuracy import evaluation_batch, measure_accuracy
+from ul2q.pipeline.tasks.losses import default_loss
 from ul2q.pipeline.tasks.saliency import SaliencySums
 
 #: from inputs [N, ...] to a model's output [N, ...]
@@ -126,7 +126,7 @@ class Classification(Task):
         return F.cross_entropy(outputs, targets, reduction="sum")
 
     def distillation(self, outputs: Any, targets: Any, teacher: Any) -> Tensor:
-        """Return `ul2q.pipeline.compression.finetune.default_loss`."""
+        """Return `ul2q.pipeline.tasks.losses.default_loss`."""
         return default_loss(outputs, targets, teacher)
 
     def soft_targets(self, targets: Tensor) -> Tensor:

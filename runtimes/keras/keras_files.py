@@ -14,8 +14,8 @@ import numpy as np
 from keras.src.backend.common import global_state
 from numpy.typing import NDArray
 
-from ul2q.exporters.keras.save import keras_metadata
 from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.formats.keras_file import keras_metadata
 from ul2q.pipeline.storage.zip_guard import DAMAGED_ZIP
 from ul2q.runtimes.keras.codes import channels_first, channels_last
 

@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ul2q.pipeline.compression.calibrate import calibrate, fit_activations
-from ul2q.pipeline.compression.finetune import default_loss, finetune, make_optimizer
+from ul2q.pipeline.compression.finetune import finetune, make_optimizer
 from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.graph.capture import capture
 from ul2q.pipeline.graph.prepare import Prepared, prepare
 from ul2q.pipeline.kfac import KFAC
+from ul2q.pipeline.tasks.losses import default_loss
 
 
 class Net(nn.Module):

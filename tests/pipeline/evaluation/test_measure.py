@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ul2q.pipeline.evaluation import measure
+from ul2q.pipeline.evaluation import backends, measure
 
 
 class Net(nn.Module):
@@ -136,4 +136,4 @@ def test_the_plan_has_the_same_rows_without_measurements(
 
 def test_a_file_can_stand_in_for_the_module(deployed: Any) -> None:
     x = deployed.inputs[0]
-    torch.testing.assert_close(measure.OnnxModule(deployed.path)(x), deployed.lowered.module(x))
+    torch.testing.assert_close(backends.OnnxModule(deployed.path)(x), deployed.lowered.module(x))

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ul2q import models
-from ul2q.pipeline.compression.finetune import default_loss
 from ul2q.pipeline.data import DataSplits, as_splits, load_data
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.quantize.fake import ActivationQuantizer
 from ul2q.pipeline.tasks.accuracy import measure_accuracy
+from ul2q.pipeline.tasks.losses import default_loss
 from ul2q.pipeline.tasks.saliency import SaliencySums
 from ul2q.pipeline.tasks.task import Classification, Dense, check_network, task_for
 

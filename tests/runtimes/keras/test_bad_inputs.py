@@ -18,8 +18,9 @@ import keras
 from keras import layers
 
 from ul2q.exporters.keras.save import save_keras
-from ul2q.exporters.keras.to_onnx import to_onnx, to_torch
+from ul2q.exporters.keras.to_onnx import to_onnx
 from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.importers.keras.to_torch import to_torch
 from ul2q.runtimes.keras import EMAQuantizer, UL2QConv2D, UL2QDense, calibrate, load_onnx, quantize_model
 from ul2q.runtimes.keras.keras_files import load_keras
 

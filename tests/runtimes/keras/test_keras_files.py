@@ -15,8 +15,9 @@ pytest.importorskip("keras", reason="Keras is not installed: pip install 'ul2q[k
 
 import keras
 
-from ul2q.exporters.keras.save import keras_metadata, save_keras
+from ul2q.exporters.keras.save import save_keras
 from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.formats.keras_file import keras_metadata
 from ul2q.runtimes.keras import UL2QConv2D, load_onnx
 
 FRESH = """

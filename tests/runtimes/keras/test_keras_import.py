@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from ul2q.pipeline.evaluation.keras_parity import _without_notes
+from ul2q.runtimes.keras_import import _without_notes
 
 SAID = [
     "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\n",

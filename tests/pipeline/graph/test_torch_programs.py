@@ -17,8 +17,8 @@ from ul2q.pipeline.compression.compress import compress_file
 from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.graph.capture import capture
+from ul2q.pipeline.graph.torch_programs import from_exported
 from ul2q.pipeline.importers.checkpoint import load_checkpoint
-from ul2q.pipeline.importers.torch_programs import from_exported
 
 X = torch.randn(5, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 DYNAMIC = ({0: torch.export.Dim.DYNAMIC},)

@@ -1,0 +1,107 @@
+"""Load the samples of a run: the user's data, those that the checkpoint records, or synthetic ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ul2q.pipeline.compression.synthetic import synthetic_splits
+from ul2q.pipeline.config import QuantConfig
+from ul2q.pipeline.data import DataSplits, Preprocess, load_data, load_several
+from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.graph.capture import capture
+from ul2q.pipeline.graph.input_types import input_names
+from ul2q.pipeline.importers.checkpoint import Checkpoint
+from ul2q.pipeline.progress import Progress
+
+
+def load_samples(
+    checkpoint: Checkpoint,
+    data: str | None,
+    input_shape: tuple[int, ...] | None,
+    preprocess: Mapping[str, Any] | None,
+) -> DataSplits:
+    """Read the data of a network.
+
+    Args:
+        checkpoint: the network.
+        data: data source; None means the one that the checkpoint records.
+        input_shape: shape of one input, where neither checkpoint nor data say it.
+        preprocess: fields of the preprocessing that take the place of those that the checkpoint, or else the
+            data source, sets.
+
+    Returns:
+        The splits.
+
+    Raises:
+        UsageError: neither ``data`` nor the checkpoint names any.
+    """
+    spec = data or (checkpoint.data or {}).get("spec")
+    if spec is None:
+        raise UsageError(
+            f"--data is missing: {checkpoint.path.name} does not record what it was trained on; give digits, "
+            "mnist5k or a path with samples as the model takes them, or, without any data, --synthetic"
+        )
+    names = input_names(checkpoint.model)
+    if len(names) > 1:
+        return load_several(
+            Path(spec), names, input_shape=input_shape or checkpoint.input_shape,
+            preprocess=_preprocess(checkpoint, preprocess),
+            num_classes=None if checkpoint.classes is None else len(checkpoint.classes),
+        )  # fmt: skip
+    return load_data(
+        spec,
+        input_shape=input_shape or checkpoint.input_shape,
+        preprocess=checkpoint.preprocess,
+        changes=preprocess,
+        classes=checkpoint.classes,
+    )
+
+
+def draw_samples(
+    checkpoint: Checkpoint,
+    config: QuantConfig,
+    input_shape: tuple[int, ...] | None,
+    preprocess: Mapping[str, Any] | None,
+    progress: Progress,
+) -> DataSplits:
+    """Draw inputs for a network without data.
+
+    Args:
+        checkpoint: the network.
+        config: number of samples and seed.
+        input_shape: shape of one input, where the checkpoint does not say it.
+        preprocess: preprocessing of raw samples; None means the one that the checkpoint records.
+        progress: where to report.
+
+    Returns:
+        The samples, without labels.
+
+    Raises:
+        UsageError: the shape of an input is not known, there are several inputs, or no batch norm tells
+            anything about them.
+    """
+    names, shape = input_names(checkpoint.model), input_shape or checkpoint.input_shape
+    if len(names) > 1:
+        raise UsageError(f"--synthetic draws one input, the network takes {', '.join(names)}: give --data")
+    if shape is None:
+        raise UsageError(
+            f"--synthetic needs --input-shape: {checkpoint.path.name} does not record what it takes"
+        )
+    generator = torch.Generator().manual_seed(config.seed)
+    captured = capture(checkpoint.model, [torch.randn((2, *shape), generator=generator)])
+    progress.line("synthetic inputs: they match what the batch norms stored")
+    return synthetic_splits(
+        captured.module, shape, count=config.samples, seed=config.seed,
+        preprocess=_preprocess(checkpoint, preprocess), progress=progress,
+    )  # fmt: skip
+
+
+def _preprocess(checkpoint: Checkpoint, given: Mapping[str, Any] | None) -> Preprocess | None:
+    known = checkpoint.preprocess
+    if not given:
+        return known
+    return Preprocess.from_dict({**(known.to_dict() if known is not None else {}), **given})

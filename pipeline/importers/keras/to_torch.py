@@ -1,0 +1,28 @@
+"""Translate a Keras model to a torch network, layer by layer."""
+
+from __future__ import annotations
+
+import keras
+
+from ul2q.pipeline.formats.keras_graph import functional, walk
+from ul2q.pipeline.importers.keras import Ref, Translated, Translator
+
+
+def to_torch(model: keras.Model, *, drop_softmax: bool = False) -> Translated:
+    """Return the float network of a Keras model in torch, channels first.
+
+    Args:
+        model: a functional or sequential model with channels_last data.
+        drop_softmax: leave out a final softmax, which training losses expect to do themselves.
+
+    Returns:
+        The network.
+
+    Raises:
+        UsageError: the model is subclassed, not built, channels_first, or has a layer without an ONNX form.
+    """
+    network = functional(model)
+    names = [str(t.name) for t in network.inputs]
+    translator = Translator([tuple(t.shape) for t in network.inputs], names)
+    outputs: list[Ref] = walk(network, list(translator.refs), translator.visit)
+    return translator.finish(translator.drop_softmax(outputs) if drop_softmax else outputs)

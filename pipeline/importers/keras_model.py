@@ -1,0 +1,43 @@
+"""Load a float Keras model as a torch network with what its file records."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from ul2q.pipeline.data import Preprocess
+from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.formats.keras_file import keras_metadata
+from ul2q.pipeline.importers.checkpoint import Checkpoint
+from ul2q.runtimes.keras_import import require_keras
+
+
+def load_keras_checkpoint(path: Path) -> tuple[Checkpoint, list[str]]:
+    """Read a float Keras model as a torch network.
+
+    Returns:
+        The checkpoint, and notes for the report.
+
+    Raises:
+        UsageError: the file is unusable, or its layers are quantised with a grid of their own.
+    """
+    require_keras()
+    from ul2q.pipeline.importers.keras.to_torch import to_torch
+    from ul2q.runtimes.keras.keras_files import load_keras
+
+    translated = to_torch(load_keras(path), drop_softmax=True)
+    if any(layer.fixed_grid for layer, _ in translated.weighted.values()):
+        raise UsageError(
+            f"{path} was loaded from a quantised file, whose grids it keeps: write it with "
+            "ul2q.exporters.keras.to_onnx.to_onnx(model, path)"
+        )
+    preprocess = keras_metadata(path).get("preprocess")
+    checkpoint = Checkpoint(
+        model=translated.network,
+        path=path,
+        sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+        preprocess=Preprocess.from_dict(preprocess) if isinstance(preprocess, dict) else None,
+        input_shape=translated.input_shapes[0],
+    )
+    notes = ["the final softmax was left out: the file gives logits"] if translated.softmax_removed else []
+    return checkpoint, notes
