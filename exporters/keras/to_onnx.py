@@ -16,10 +16,10 @@ from ul2q.exporters.onnx.export import ExportedModel, export_lowered
 from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.formats import keras_layout
-from ul2q.pipeline.graph import operators
 from ul2q.pipeline.graph.capture import capture
 from ul2q.pipeline.graph.folding import FixedWeight
 from ul2q.pipeline.graph.lower import Lowered, lower
+from ul2q.pipeline.graph.operators.registry import moving_operator, weighted_operator
 from ul2q.pipeline.graph.prepare import Prepared, Site, prepare
 from ul2q.pipeline.importers.keras import Translated, clean
 from ul2q.pipeline.importers.keras.to_torch import to_torch
@@ -92,7 +92,7 @@ def _config(module: fx.GraphModule, translated: Translated, opset: int, storage:
     left_alone = tuple(
         name
         for name, found in module.named_modules()
-        if isinstance(found, operators.WEIGHTED_LAYERS) and name not in translated.weighted
+        if weighted_operator(found) is not None and name not in translated.weighted
     )
     return QuantConfig(
         wbits=max(layer.wbits for layer in layers),
@@ -155,7 +155,7 @@ def _names(
     names = [name, name.removesuffix("_activation")]  # a float layer holds its activation itself
     node: Any = nodes[site.node].args[0]
     # What only moves numbers has the grid of what it moves.
-    while node.op == "call_function" and (node.target in operators.MOVING or operators.is_zero_pad(node)):
+    while moving_operator(node) is not None:
         node = node.args[0]
         stack = list((node.meta.get("nn_module_stack") or {}).values())
         if stack:

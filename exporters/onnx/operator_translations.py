@@ -15,7 +15,8 @@ import torch
 from numpy.typing import DTypeLike
 from onnxscript import opset18 as op
 
-from ul2q.pipeline.graph import integer_ops  # noqa: F401  (defines the operators)
+from ul2q.pipeline.graph import torch_kernels  # noqa: F401  (defines the operators)
+from ul2q.pipeline.graph.operators.registry import INTEGER_OPERATORS
 
 Value = Any
 
@@ -90,59 +91,37 @@ def _linear(
     return _quantize(y, out_scale, out_zero_point)
 
 
-def _add(
-    a: Value, b: Value, a_scale: float, a_zero_point: int, b_scale: float, b_zero_point: int,
-    out_scale: float, out_zero_point: int,
-) -> Value:  # fmt: skip
-    y = op.Add(_dequantize(a, a_scale, a_zero_point), _dequantize(b, b_scale, b_zero_point))
-    return _quantize(y, out_scale, out_zero_point)
+# Operators without weights: (operands, **parameters) -> the operator on real numbers
 
 
-def _mul(
-    a: Value, b: Value, a_scale: float, a_zero_point: int, b_scale: float, b_zero_point: int,
-    out_scale: float, out_zero_point: int,
-) -> Value:  # fmt: skip
-    y = op.Mul(_dequantize(a, a_scale, a_zero_point), _dequantize(b, b_scale, b_zero_point))
-    return _quantize(y, out_scale, out_zero_point)
+def _add(a: Value, b: Value) -> Value:
+    return op.Add(a, b)
 
 
-def _cat(
-    codes: Sequence[Value], dim: int, scales: Sequence[float], zero_points: Sequence[int], out_scale: float,
-    out_zero_point: int,
-) -> Value:  # fmt: skip
-    parts = [_dequantize(c, s, z) for c, s, z in zip(codes, scales, zero_points, strict=True)]
-    return _quantize(op.Concat(*parts, axis=dim), out_scale, out_zero_point)
+def _mul(a: Value, b: Value) -> Value:
+    return op.Mul(a, b)
 
 
-def _global_average_pool(
-    codes: Value, in_scale: float, in_zero_point: int, out_scale: float, out_zero_point: int
-) -> Value:
-    y = op.GlobalAveragePool(_dequantize(codes, in_scale, in_zero_point))
-    return _quantize(y, out_scale, out_zero_point)
+def _cat(*parts: Value, dim: int) -> Value:
+    return op.Concat(*parts, axis=dim)
 
 
-def _average_pool(
-    codes: Value, in_scale: float, in_zero_point: int, out_scale: float, out_zero_point: int,
-    kernel: Sequence[int], stride: Sequence[int], pads: Sequence[int],
-) -> Value:  # fmt: skip
-    x = _dequantize(codes, in_scale, in_zero_point)
-    y = op.AveragePool(
+def _global_average_pool(x: Value) -> Value:
+    return op.GlobalAveragePool(x)
+
+
+def _average_pool(x: Value, kernel: Sequence[int], stride: Sequence[int], pads: Sequence[int]) -> Value:
+    return op.AveragePool(
         x, kernel_shape=list(kernel), strides=list(stride), pads=list(pads), count_include_pad=1
     )
-    return _quantize(y, out_scale, out_zero_point)
 
 
-def _sigmoid(
-    codes: Value, in_scale: float, in_zero_point: int, out_scale: float, out_zero_point: int
-) -> Value:
-    return _quantize(op.Sigmoid(_dequantize(codes, in_scale, in_zero_point)), out_scale, out_zero_point)
+def _sigmoid(x: Value) -> Value:
+    return op.Sigmoid(x)
 
 
-def _leaky_relu(
-    codes: Value, in_scale: float, in_zero_point: int, out_scale: float, out_zero_point: int, slope: float
-) -> Value:
-    y = op.LeakyRelu(_dequantize(codes, in_scale, in_zero_point), alpha=slope)
-    return _quantize(y, out_scale, out_zero_point)
+def _leaky_relu(x: Value, slope: float) -> Value:
+    return op.LeakyRelu(x, alpha=slope)
 
 
 def _float_conv3d(
@@ -186,21 +165,42 @@ def _split_with_sizes(x: Value, split_sizes: Sequence[int], dim: int = 0) -> Seq
     ]
 
 
+#: by name in `ul2q.pipeline.graph.operators.registry`
+ONNX_FORMS: dict[str, Callable[..., Any]] = {
+    "add": _add,
+    "mul": _mul,
+    "cat": _cat,
+    "global_average_pool": _global_average_pool,
+    "average_pool": _average_pool,
+    "sigmoid": _sigmoid,
+    "leaky_relu": _leaky_relu,
+}
+WEIGHTED_FORMS: dict[str, Callable[..., Any]] = {"conv": _conv, "linear": _linear}
+
+
+def _on_codes(name: str) -> Callable[..., Any]:
+    """Return the translation of ``ul2q::<name>``: every operand dequantised, the operator, quantised."""
+    form, parameter_names = ONNX_FORMS[name], tuple(INTEGER_OPERATORS[name].parameter_types)
+
+    def translate(
+        codes: Sequence[Value], scales: Sequence[float], zero_points: Sequence[int], out_scale: float,
+        out_zero_point: int, *parameters: Any,
+    ) -> Value:  # fmt: skip
+        operands = [_dequantize(c, s, z) for c, s, z in zip(codes, scales, zero_points, strict=True)]
+        named = dict(zip(parameter_names, parameters, strict=True))
+        return _quantize(form(*operands, **named), out_scale, out_zero_point)
+
+    return translate
+
+
 _ops = torch.ops.ul2q
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     _ops.quantize.default: _quantize,
     _ops.dequantize.default: _dequantize,
     _ops.dequantize_weight.default: _dequantize_weight,
     _ops.relu.default: _relu,
-    _ops.conv.default: _conv,
-    _ops.linear.default: _linear,
-    _ops.add.default: _add,
-    _ops.mul.default: _mul,
-    _ops.cat.default: _cat,
-    _ops.global_average_pool.default: _global_average_pool,
-    _ops.average_pool.default: _average_pool,
-    _ops.sigmoid.default: _sigmoid,
-    _ops.leaky_relu.default: _leaky_relu,
+    **{getattr(_ops, name).default: form for name, form in WEIGHTED_FORMS.items()},
+    **{getattr(_ops, name).default: _on_codes(name) for name in ONNX_FORMS},
     torch.ops.aten.conv3d.default: _float_conv3d,
     torch.ops.aten.view.default: _view,
     torch.ops.aten._unsafe_view.default: _view,

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ul2q.pipeline.errors import UsageError, within
+from ul2q.pipeline.graph.batch_norm import BATCH_NORMS
 from ul2q.pipeline.graph.capture import copy_graph
-from ul2q.pipeline.graph.operators import BATCH_NORMS
 from ul2q.pipeline.graph.prepare import Prepared
 from ul2q.pipeline.quantize.ema import ActivationStats
 

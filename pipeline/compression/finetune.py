@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 
 from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.data import Inputs
-from ul2q.pipeline.graph.operators import BATCH_NORMS
+from ul2q.pipeline.graph.batch_norm import BATCH_NORMS
 from ul2q.pipeline.graph.prepare import Prepared
 from ul2q.pipeline.tasks.losses import Loss, default_loss
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ul2q.pipeline.data import ArrayDataset, DataSplits, Preprocess
 from ul2q.pipeline.errors import UsageError
-from ul2q.pipeline.graph.operators import BATCH_NORMS
+from ul2q.pipeline.graph.batch_norm import BATCH_NORMS
 from ul2q.pipeline.progress import Progress
 
 #: what DataSplits and reports call such data

@@ -6,7 +6,6 @@ Nothing here is measured; ``measure`` holds what is.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,19 +13,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ul2q.pipeline.graph import operators
+from ul2q.pipeline.graph.batch_norm import BATCH_NORMS
 from ul2q.pipeline.graph.folding import master_weight
+from ul2q.pipeline.graph.operators.clamps import clamp_range
+from ul2q.pipeline.graph.operators.registry import is_dropout, moving_operator
 from ul2q.pipeline.graph.prepare import LayerPlan, Prepared, node_name, sample_elements
 from ul2q.pipeline.quantize.fake import ActivationQuantizer
-
-aten = torch.ops.aten
-
-# Views of their input: they take no memory of their own.
-_VIEWS = frozenset({
-    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints,
-    aten.unflatten.int, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default,
-    aten.alias.default, aten.contiguous.default,
-})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -210,12 +202,12 @@ class _Liveness:
             readers = [self.order[reader] for reader in node.users if reader in self.order]
             last[owner] = max(last.get(owner, 0), self.order[node], *readers)
         made = [node for node in self.nodes if self.owner[node] is node and node.op != "output"]
-        found = []
+        live = []
         for node in made:
             now = self.order[node]
             alive = sum(size[v] for v in made if self.order[v] <= now <= last[v])
-            found.append(Live(label[node], static + alive))
-        return found
+            live.append(Live(label[node], static + alive))
+        return live
 
     def _source(self, node: fx.Node) -> fx.Node | None:
         return next((a for a in node.args if isinstance(a, fx.Node) and a in self.order), None)
@@ -224,14 +216,15 @@ class _Liveness:
         return self.modules[str(node.target)] if node.op == "call_module" else None
 
     def _fused(self, node: fx.Node) -> bool:
-        return isinstance(self._module(node), (ActivationQuantizer, *operators.BATCH_NORMS)) or (
-            operators.clamp_range(node) is not None
+        return isinstance(self._module(node), (ActivationQuantizer, *BATCH_NORMS)) or (
+            clamp_range(node) is not None
         )
 
     def _in_place(self, node: fx.Node, source: fx.Node) -> bool:
         """Return whether the result of ``node`` takes the place of ``source``."""
         module = self._module(node)
-        if node.target in _VIEWS or node.target is operator.getitem or isinstance(module, operators.DROPOUTS):
+        moving = moving_operator(node)
+        if (moving is not None and moving.view) or is_dropout(module):
             return True
         if isinstance(module, ActivationQuantizer):
             return self.sites[node.name].anchor is not None or self.abits == 32

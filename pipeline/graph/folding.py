@@ -1,4 +1,4 @@
-"""What lowering takes from a prepared layer: its float weight, its batch norm, its padding."""
+"""Fold a prepared layer for lowering: its float weight, its batch norm, its shell without tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ul2q.pipeline.graph import operators
+from ul2q.pipeline.graph.operators.definition import WeightedOperator
+from ul2q.pipeline.graph.operators.registry import weighted_operator
 from ul2q.pipeline.graph.prepare import Prepared
 from ul2q.pipeline.quantize.baselines import quantize
 from ul2q.pipeline.quantize.grid import Grid
@@ -74,7 +75,8 @@ def master_weight(layer: Any) -> torch.Tensor:
 
 def fold_norm(layer: Any, norm: Any) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the factor and bias [C] such that norm(layer(x)) = factor·(weight·x) + bias."""
-    transposed = isinstance(layer, operators.WEIGHT_ONLY_LAYERS)
+    operator = weighted_operator(layer)
+    transposed = operator is not None and operator.transposed
     channels = master_weight(layer).shape[1] * layer.groups if transposed else master_weight(layer).shape[0]
     bias = np.zeros(channels) if layer.bias is None else layer.bias.detach().double().numpy()
     fixed: FixedWeight | None = getattr(layer, "fixed_weight", None)
@@ -88,25 +90,14 @@ def fold_norm(layer: Any, norm: Any) -> tuple[NDArray[np.float64], NDArray[np.fl
     return factor * own, (bias - norm.running_mean.double().numpy()) * factor + shift
 
 
-def onnx_pads(layer: Any) -> list[int]:
-    """Return the zero padding in ONNX order: begins of all dimensions, then ends."""
-    if layer.padding == "valid":
-        return [0] * (2 * len(layer.kernel_size))
-    if layer.padding == "same":
-        total = [d * (k - 1) for k, d in zip(layer.kernel_size, layer.dilation, strict=True)]
-        return [t // 2 for t in total] + [t - t // 2 for t in total]
-    return [*layer.padding, *layer.padding]
-
-
 def shell(layer: Any, bias: bool) -> nn.Module:
     """Return a copy of ``layer`` without tensors of its own; it is called with explicit weight and bias."""
     if isinstance(layer, nn.Linear):
         return nn.Linear(layer.in_features, layer.out_features, bias, device="meta")
-    kind = cast(Any, next(k for k in operators.WEIGHTED_LAYERS if isinstance(layer, k)))
-    extra = (
-        {"output_padding": layer.output_padding} if isinstance(layer, operators.WEIGHT_ONLY_LAYERS) else {}
-    )
-    return cast(nn.Module, kind(
+    operator = cast(WeightedOperator, weighted_operator(layer))
+    layer_class = next(c for c in type(layer).__mro__ if c.__name__ in operator.layers)
+    extra = {"output_padding": layer.output_padding} if operator.transposed else {}
+    return cast(nn.Module, layer_class(
         layer.in_channels, layer.out_channels, layer.kernel_size, stride=layer.stride, padding=layer.padding,
         dilation=layer.dilation, groups=layer.groups, bias=bias, device="meta", **extra,
     ))  # fmt: skip

@@ -1,28 +1,22 @@
-"""Layers of a lowered network; codes (uint8) flow between them (operators: ``integer_ops``)."""
+"""Layers of a lowered network; codes (uint8) flow between them (operators: ``torch_kernels``)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ul2q.pipeline.graph import integer_ops  # noqa: F401  (defines the operators)
+from ul2q.pipeline.graph import torch_kernels  # noqa: F401  (defines the operators)
+from ul2q.pipeline.graph.operators.definition import CodeFormat, IntegerOperator, WeightedOperator
 from ul2q.pipeline.quantize.grid import Grid
 from ul2q.pipeline.quantize.ul2q import along
 
 _ops = torch.ops.ul2q
-
-
-class CodeFormat(NamedTuple):
-    """How codes stand for real numbers: scale·(code − zero_point)."""
-
-    scale: float
-    zero_point: int
 
 
 @dataclass(frozen=True)
@@ -95,129 +89,74 @@ class _Weighted(nn.Module):
         self.register_buffer("bias", torch.from_numpy(bias))
 
 
-class IntegerConv(_Weighted):
-    """Integer convolution of any rank; ``pads`` in ONNX order (all begins, then all ends)."""
+class IntegerLayer(_Weighted):
+    """A convolution or linear map on codes.
+
+    Args:
+        operator: its definition.
+        weight: integer weight.
+        bias: int32 [O], in units of the accumulator.
+        source: format of the input.
+        out: format of the output.
+        parameters: what the definition takes of a layer, for example its stride.
+    """
 
     def __init__(
         self,
+        operator: WeightedOperator,
         weight: LoweredWeight,
         bias: NDArray[np.int32],
         source: CodeFormat,
         out: CodeFormat,
-        stride: Sequence[int],
-        pads: Sequence[int],
-        dilation: Sequence[int],
-        groups: int,
+        parameters: Mapping[str, Any],
     ) -> None:
         super().__init__(weight, bias, source)
-        self.source, self.out = source, out
-        self.stride, self.pads, self.dilation, self.groups = list(stride), list(pads), list(dilation), groups
+        self.operator, self.source, self.out = operator.name, source, out
+        self.last_axis = operator.channels_last
+        self.kernel_parameters = [parameters[name] for name in operator.parameter_types]
 
     def forward(self, codes: Tensor) -> Tensor:
-        """Return codes [N, O, …] for codes [N, I, …]."""
-        return _ops.conv(
-            codes, self.weight, self.weight_scale, self.bias, self.bias_scale, *self.source,
-            self.weight_zero_point, *self.out, self.stride, self.pads, self.dilation, self.groups,
-        )  # fmt: skip
+        """Return codes [N, O, …] for codes [N, I, …]; of a linear map […, O] for […, I].
 
-
-class IntegerLinear(_Weighted):
-    """Integer linear map on the last dimension."""
-
-    def __init__(
-        self, weight: LoweredWeight, bias: NDArray[np.int32], source: CodeFormat, out: CodeFormat
-    ) -> None:
-        super().__init__(weight, bias, source)
-        self.source, self.out = source, out
-
-    def forward(self, codes: Tensor) -> Tensor:
-        """Return codes […, O] for codes […, I]; leading dimensions are flattened for the kernel."""
-        flat = codes if codes.ndim == 2 else codes.reshape(-1, codes.shape[-1])
-        y = _ops.linear(
+        A linear map's leading dimensions are flattened for the kernel.
+        """
+        flat = codes.reshape(-1, codes.shape[-1]) if self.last_axis and codes.ndim != 2 else codes
+        y: Tensor = getattr(_ops, self.operator)(
             flat, self.weight, self.weight_scale, self.bias, self.bias_scale, *self.source,
-            self.weight_zero_point, *self.out,
+            self.weight_zero_point, *self.out, *self.kernel_parameters,
         )  # fmt: skip
-        return y if codes.ndim == 2 else y.reshape(*codes.shape[:-1], y.shape[-1])
+        return y if flat is codes else y.reshape(*codes.shape[:-1], y.shape[-1])
 
 
-class IntegerBinary(nn.Module):
-    """Integer addition or multiplication of two code tensors."""
+class IntegerFunction(nn.Module):
+    """An operator without weights on codes.
 
-    def __init__(self, op: str, a: CodeFormat, b: CodeFormat, out: CodeFormat) -> None:
-        super().__init__()
-        self.op, self.a, self.b, self.out = op, a, b, out
-
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return the codes of ``a`` combined with ``b`` (broadcast)."""
-        op = _ops.add if self.op == "add" else _ops.mul
-        return op(a, b, *self.a, *self.b, *self.out)
-
-
-class IntegerCat(nn.Module):
-    """Concatenation of code tensors of differing formats."""
-
-    def __init__(self, sources: Sequence[CodeFormat], dim: int, out: CodeFormat) -> None:
-        super().__init__()
-        self.sources, self.dim, self.out = tuple(sources), dim, out
-
-    def forward(self, *codes: Tensor) -> Tensor:
-        """Return the concatenation along ``dim``."""
-        scales, zero_points = [s.scale for s in self.sources], [s.zero_point for s in self.sources]
-        return _ops.cat(list(codes), self.dim, scales, zero_points, *self.out)
-
-
-class IntegerGlobalAveragePool(nn.Module):
-    """Mean over all positions."""
-
-    def __init__(self, source: CodeFormat, out: CodeFormat, keep_dims: bool) -> None:
-        super().__init__()
-        self.source, self.out, self.keep_dims = source, out, keep_dims
-
-    def forward(self, codes: Tensor) -> Tensor:
-        """Return codes [N, C, 1, …] for [N, C, …], or [N, C] without ``keep_dims``."""
-        y = _ops.global_average_pool(codes, *self.source, *self.out)
-        return y if self.keep_dims else y.flatten(1)
-
-
-class IntegerAveragePool(nn.Module):
-    """Mean over windows; padding is zero and counts."""
+    Args:
+        operator: its definition.
+        sources: format of every operand.
+        out: format of the result.
+        parameters: those that the definition recognised.
+    """
 
     def __init__(
         self,
-        source: CodeFormat,
+        operator: IntegerOperator,
+        sources: Sequence[CodeFormat],
         out: CodeFormat,
-        kernel: Sequence[int],
-        stride: Sequence[int],
-        pad: Sequence[int],
+        parameters: Mapping[str, Any],
     ) -> None:
         super().__init__()
-        self.source, self.out = source, out
-        self.kernel, self.stride, self.pads = list(kernel), list(stride), [*pad, *pad]
+        self.operator, self.sources, self.out = operator, tuple(sources), out
+        self.settings = dict(parameters)
 
-    def forward(self, codes: Tensor) -> Tensor:
-        """Return codes [N, C, H', W'] for codes [N, C, H, W]."""
-        return _ops.average_pool(codes, *self.source, *self.out, self.kernel, self.stride, self.pads)
-
-
-class IntegerUnary(nn.Module):
-    """A function of one value, tabulated over the 256 codes.
-
-    Args:
-        op: sigmoid or leaky_relu.
-        source: format of the input.
-        out: format of the output.
-        slope: of leaky_relu below zero.
-    """
-
-    def __init__(self, op: str, source: CodeFormat, out: CodeFormat, slope: float = 0.0) -> None:
-        super().__init__()
-        self.op, self.source, self.out, self.slope = op, source, out, slope
-
-    def forward(self, codes: Tensor) -> Tensor:
-        """Return the function of ``codes`` (any shape)."""
-        if self.op == "sigmoid":
-            return _ops.sigmoid(codes, *self.source, *self.out)
-        return _ops.leaky_relu(codes, *self.source, *self.out, self.slope)
+    def forward(self, *codes: Tensor) -> Tensor:
+        """Return the codes of the result."""
+        scales, zero_points = [s.scale for s in self.sources], [s.zero_point for s in self.sources]
+        parameters = self.operator.kernel_parameters(self.settings)
+        kernel = getattr(_ops, self.operator.name)
+        y = kernel(list(codes), scales, zero_points, *self.out, *parameters.values())
+        result: Tensor = self.operator.finish(y, **self.settings)
+        return result
 
 
 class CodeRelu(nn.Module):

@@ -13,11 +13,21 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from ul2q.pipeline.errors import JobError, within
-from ul2q.pipeline.graph import integer_modules, operators
-from ul2q.pipeline.graph.folding import fold_norm, master_weight, onnx_pads, quantized_weight, shell
-from ul2q.pipeline.graph.integer_modules import CodeFormat, LoweredWeight
-from ul2q.pipeline.graph.prepare import LayerPlan, Prepared, Site
+from ul2q.pipeline.graph import integer_modules
+from ul2q.pipeline.graph.batch_norm import BATCH_NORMS, foldable_norm
+from ul2q.pipeline.graph.folding import fold_norm, master_weight, quantized_weight, shell
+from ul2q.pipeline.graph.integer_modules import LoweredWeight
+from ul2q.pipeline.graph.operators.clamps import is_relu
+from ul2q.pipeline.graph.operators.definition import CodeFormat, WeightedOperator, computes_float
+from ul2q.pipeline.graph.operators.registry import (
+    integer_operator,
+    is_dropout,
+    moving_operator,
+    weighted_operator,
+)
+from ul2q.pipeline.graph.prepare import LayerPlan, Prepared, Site, operands
 from ul2q.pipeline.graph.rebuild import assign, attribute
+from ul2q.pipeline.graph.torch_kernels import torch_operator
 from ul2q.pipeline.quantize.arithmetic import half_precision, round_bias
 from ul2q.pipeline.quantize.grid import (
     dequantize,
@@ -148,58 +158,53 @@ class _Lowering:
 
     def _function(self, node: fx.Node) -> None:
         source = node.args[0] if node.args else None
-        if isinstance(source, fx.Node) and source in self.formats:
-            if operators.clamp_range(node) is not None and node.users and self._stays_coded(node):
-                name = f"{node.name}_codes"
-                self._codes(
-                    node, name, integer_modules.CodeRelu(self.formats[source]), [source], self.formats[source]
-                )
-                return
-            if node.target in operators.MOVING:
-                is_pool = node.target is aten.max_pool1d.default
-                copied = self._max_pool1d(node) if is_pool else self.graph.node_copy(node, self._plain)
-                self.env[node] = copied
-                self.formats[node] = self.formats[source]
-                return
-            if operators.is_zero_pad(node):
-                padded = (self.env[source], node.args[1], self.formats[source].zero_point)
-                self.env[node] = self.graph.call_function(aten.constant_pad_nd.default, padded)
-                self.formats[node] = self.formats[source]
-                return
+        if isinstance(source, fx.Node) and source in self.formats and self._on_codes(node, source):
+            return
         if node.target is aten.sym_size.int:  # codes have the shape of what they stand for
             self.env[node] = self.graph.node_copy(node, self._plain)
             return
-        if operators.computes_float(node):
+        if computes_float(node):
             self.float_operators.append(node.name)
         self.env[node] = self.graph.node_copy(node, self._real)
 
-    def _max_pool1d(self, node: fx.Node) -> fx.Node:
-        """Return the pooling in two dimensions: torch has none in one for codes."""
-        codes, kernel, *rest = list[Any](node.args)
-        defaults: list[Any] = [[], [0], [1], False]
-        stride, padding, dilation, ceil_mode = [*rest, *defaults[len(rest) :]]
-        sizes = ([1, *kernel], [1, *stride] if stride else [], [0, *padding], [1, *dilation])
-        x = self.graph.call_function(aten.unsqueeze.default, (self.env[codes], -2))
-        x = self.graph.call_function(aten.max_pool2d.default, (x, *sizes, ceil_mode))
-        return self.graph.call_function(aten.squeeze.dim, (x, -2))
+    def _on_codes(self, node: fx.Node, source: fx.Node) -> bool:
+        """Lower an operator that acts on the codes of ``source`` and leaves their format.
 
-    def _stays_coded(self, node: fx.Node) -> bool:
-        return operators.clamp_range(node) == (0.0, float("inf"))
+        Returns:
+            Whether it is one.
+        """
+        format_ = self.formats[source]
+        if is_relu(node) and node.users:
+            self._codes(node, f"{node.name}_codes", integer_modules.CodeRelu(format_), [source], format_)
+            return True
+        operator = moving_operator(node)
+        if operator is None:
+            return False
+        if operator.on_codes is None:
+            self.env[node] = self.graph.node_copy(node, self._plain)
+        else:
+            codes, arguments = self.env[source], fx.node.map_arg(node.args[1:], self._plain)
+            self.env[node] = operator.on_codes(self._call_function, codes, format_.zero_point, *arguments)
+        self.formats[node] = format_
+        return True
+
+    def _call_function(self, name: str, *arguments: Any) -> fx.Node:
+        return self.graph.call_function(torch_operator(name), arguments)
 
     def _module(self, node: fx.Node) -> None:
         name, module = str(node.target), self.modules[str(node.target)]
         (source,) = cast(tuple[fx.Node], node.args)
-        if isinstance(module, operators.DROPOUTS):
+        if is_dropout(module):
             self.env[node] = self.env[source]
             if source in self.formats:
                 self.formats[node] = self.formats[source]
             return
         plan = self.plans.get(name)
         if plan is not None and plan.quantized:
-            if node.op == "call_module" and self._norm_of(node) is not None:
+            if node.op == "call_module" and foldable_norm(node, self.modules) is not None:
                 return  # lowered at its batch norm
             module = self._float_layer(name, module, None)
-        elif isinstance(module, operators.BATCH_NORMS) and self._layer_before(node) is not None:
+        elif isinstance(module, BATCH_NORMS) and self._layer_before(node) is not None:
             anchor = cast(fx.Node, self._layer_before(node))
             name, (source,) = str(anchor.target), cast(tuple[fx.Node], anchor.args)
             module = self._float_layer(name, self.modules[name], module, norm_name=str(node.target))
@@ -208,21 +213,11 @@ class _Lowering:
         self.float_operators.append(name)
         self.env[node] = self._call(self._unused(name), module, [self._real(source)])
 
-    def _norm_of(self, node: fx.Node) -> fx.Node | None:
-        """Return the batch norm that folds into the layer ``node`` where activations are float, or None."""
-        if not isinstance(self.modules[str(node.target)], operators.INTEGER_LAYERS) or len(node.users) != 1:
-            return None
-        (user,) = node.users
-        is_norm = user.op == "call_module" and isinstance(
-            self.modules[str(user.target)], operators.BATCH_NORMS
-        )
-        layer = self.modules[str(node.target)]
-        return user if is_norm and operators.share_channels(layer, node, user) else None
-
     def _layer_before(self, norm: fx.Node) -> fx.Node | None:
         source = cast(fx.Node, norm.args[0])
         plan = self.plans.get(str(source.target)) if source.op == "call_module" else None
-        return source if plan is not None and plan.quantized and self._norm_of(source) is norm else None
+        folds = plan is not None and plan.quantized and foldable_norm(source, self.modules) is norm
+        return source if folds else None
 
     # Values
 
@@ -268,7 +263,7 @@ class _Lowering:
             self.code_formats[site.name] = out
             return
         anchor = self.nodes[site.anchor]
-        sources = operators.input_nodes(anchor)
+        sources = operands(anchor)
         module = self._integer_module(site, anchor, [self.formats[s] for s in sources], out)
         self._codes(node, site.name, module, sources, out)
 
@@ -277,21 +272,11 @@ class _Lowering:
     ) -> nn.Module:
         if anchor.op == "call_module":
             return self._integer_layer(site, str(anchor.target), formats[0], out)
-        op = operators.integer_function(anchor)
-        if op in ("add", "mul"):
-            return integer_modules.IntegerBinary(op, formats[0], formats[1], out)
-        if op == "cat":
-            dim = int(cast(int, anchor.args[1])) if len(anchor.args) > 1 else 0
-            return integer_modules.IntegerCat(formats, dim, out)
-        if op == "global_average_pool":
-            return integer_modules.IntegerGlobalAveragePool(formats[0], out, operators.keeps_dims(anchor))
-        if op == "average_pool":
-            kernel, stride, pad, *_ = operators.average_pool_arguments(anchor)
-            return integer_modules.IntegerAveragePool(formats[0], out, kernel, stride, pad)
-        if op in ("sigmoid", "leaky_relu"):
-            slope = float(cast(float, anchor.args[1])) if len(anchor.args) > 1 else 0.01
-            return integer_modules.IntegerUnary(op, formats[0], out, slope)
-        raise JobError(f"{site.name}: no integer layer for {anchor.target}")
+        match = integer_operator(anchor)
+        if match is None:
+            raise JobError(f"{site.name}: no integer operator for {anchor.target}")
+        operator, parameters = match
+        return integer_modules.IntegerFunction(operator, formats, out, parameters)
 
     # Weights
 
@@ -304,10 +289,9 @@ class _Lowering:
         steps = weight.scale.astype(np.float64) * source.scale / out.scale  # of the output, per bias unit
         integer_bias = round_bias(bias, steps)
         self.weights[site.name] = weight
-        if isinstance(layer, nn.Linear):
-            return integer_modules.IntegerLinear(weight, integer_bias, source, out)
-        return integer_modules.IntegerConv(
-            weight, integer_bias, source, out, layer.stride, onnx_pads(layer), layer.dilation, layer.groups
+        operator = cast(WeightedOperator, weighted_operator(layer))
+        return integer_modules.IntegerLayer(
+            operator, weight, integer_bias, source, out, operator.parameters(layer)
         )
 
     def _quantized(
@@ -358,7 +342,7 @@ class _Lowering:
     ) -> nn.Module:
         """Return a layer of integer weights and float arithmetic; the norm folds into scale and bias."""
         config = self.prepared.config
-        transposed = isinstance(layer, operators.WEIGHT_ONLY_LAYERS)
+        transposed = cast(WeightedOperator, weighted_operator(layer)).transposed
         granularity = "tensor" if transposed else config.granularity
         q, grid = quantized_weight(layer, config.wbits, granularity, config.quantizer)
         channels = 1 if transposed else len(q)

@@ -18,8 +18,16 @@ from torch.nn.utils import parametrize
 
 from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.errors import UsageError
-from ul2q.pipeline.graph import operators
+from ul2q.pipeline.graph.batch_norm import foldable_norm
 from ul2q.pipeline.graph.capture import EXAMPLE_BATCH, Captured, copy_graph
+from ul2q.pipeline.graph.operators.clamps import clamp_range, is_relu
+from ul2q.pipeline.graph.operators.definition import WeightedOperator
+from ul2q.pipeline.graph.operators.registry import (
+    integer_operator,
+    is_dropout,
+    moving_operator,
+    weighted_operator,
+)
 from ul2q.pipeline.graph.rebuild import attribute, stack_path
 from ul2q.pipeline.quantize.fake import ActivationQuantizer, WeightQuantizer
 
@@ -116,6 +124,10 @@ class _Preparation:
         self.module = copy_graph(captured.module, own_parameters=config.finetune_epochs > 0)
         self.graph = self.module.graph
         self.modules = dict(self.module.named_modules())
+        self.weighted: dict[str, WeightedOperator] = {
+            name: operator for name, module in self.modules.items()
+            if (operator := weighted_operator(module)) is not None
+        }  # fmt: skip
         self.excluded = self._excluded()
         self.sites: list[Site] = []
         # Sites become modules of the lowered graph, beside the layers that stay in float.
@@ -161,24 +173,23 @@ class _Preparation:
     # Weights
 
     def _excluded(self) -> set[str]:
-        layers = [n for n, m in self.modules.items() if isinstance(m, operators.WEIGHTED_LAYERS)]
-        found: set[str] = set()
+        layers = list(self.weighted)
+        excluded: set[str] = set()
         for pattern in self.config.exclude:
             matches = fnmatch.filter(layers, pattern)
             if not matches:
-                raise UsageError(f"--exclude {pattern}: no such layer; layers are {', '.join(layers)}")
-            found.update(matches)
-        return found
+                raise UsageError(f"`exclude` {pattern}: no such layer; layers are {', '.join(layers)}")
+            excluded.update(matches)
+        return excluded
 
     def _quantize_weights(self) -> None:
-        for name, layer in self.modules.items():
-            if not isinstance(layer, operators.WEIGHTED_LAYERS) or name in self.excluded:
+        for name, operator in self.weighted.items():
+            if name in self.excluded:
                 continue
-            transposed = isinstance(layer, operators.WEIGHT_ONLY_LAYERS)
-            granularity = "tensor" if transposed else self.config.granularity
+            granularity = "tensor" if operator.transposed else self.config.granularity
             quantizer = WeightQuantizer(self.config.wbits, granularity, quantizer=self.config.quantizer)
             # unsafe: the check would run the quantiser on meta data only to compare shapes that it keeps.
-            parametrize.register_parametrization(layer, "weight", quantizer, unsafe=True)
+            parametrize.register_parametrization(self.modules[name], "weight", quantizer, unsafe=True)
 
     def _plans(self) -> list[LayerPlan]:
         """Return one plan for each layer with parameters, in execution order."""
@@ -238,17 +249,18 @@ class _Preparation:
         outputs = sum(_elements_per_sample(node) for node in nodes)
         op = type(module).__name__
         count = sum(p.numel() for p in module.parameters(recurse=False))
-        if not isinstance(module, operators.WEIGHTED_LAYERS):
+        operator: Any = self.weighted.get(name)
+        if operator is None:
             reason = f"{op} stands behind no quantised layer that could absorb it"
             return LayerPlan(name, op, count, outputs, False, reason)
-        transposed = isinstance(module, operators.WEIGHT_ONLY_LAYERS)
         # An output of a layer sums over weight[o]; an input of a transposed one is spread over weight[i].
-        moved = sum(_elements_per_sample(operators.input_nodes(node)[0]) for node in nodes)
-        adds = (moved if transposed else outputs) * int(module.weight[0].numel())
+        inputs = sum(_elements_per_sample(node.all_input_nodes[0]) for node in nodes)
+        weight: Any = module.weight
+        adds = (inputs if operator.transposed else outputs) * int(weight[0].numel())
         if name in self.excluded:
-            return LayerPlan(name, op, count, outputs, False, "excluded by --exclude", adds)
-        reason = "quantised weights, float arithmetic: transposed convolution has no integer kernel"
-        return LayerPlan(name, op, count, outputs, True, reason if transposed else None, adds)
+            return LayerPlan(name, op, count, outputs, False, "excluded by the configuration", adds)
+        reason = operator.float_reason and f"quantised weights, float arithmetic: {operator.float_reason}"
+        return LayerPlan(name, op, count, outputs, True, reason, adds)
 
     # Activations
 
@@ -256,7 +268,7 @@ class _Preparation:
         if node in self.coded:
             return
         if self._is_integer(node):
-            for source in operators.input_nodes(node):
+            for source in operands(node):
                 if source not in self.coded:
                     self._quantize_float(source, node)
             self._add_anchored_site(node)
@@ -265,39 +277,26 @@ class _Preparation:
 
     def _is_integer(self, node: fx.Node) -> bool:
         if node.op == "call_module":
-            return isinstance(self.modules[node.target], operators.INTEGER_LAYERS) and (
-                node.target not in self.excluded
-            )
-        if operators.integer_function(node) is None:
+            operator = self.weighted.get(str(node.target))
+            return operator is not None and operator.on_integers and node.target not in self.excluded
+        if integer_operator(node) is None:
             return False
-        sources = operators.input_nodes(node)
+        sources = operands(node)
         # A constant keeps its float values: one 8-bit grid would blur, say, the factors of many channels.
         return any(s in self.coded for s in sources) and not any(s in self.constant for s in sources)
 
     def _moves(self, node: fx.Node) -> bool:
-        moving = (
-            (node.op == "call_function" and node.target in operators.MOVING)
-            or operators.is_zero_pad(node)
-            or (node.op == "call_module" and isinstance(self.modules[node.target], operators.DROPOUTS))
-        )
+        dropout = node.op == "call_module" and is_dropout(self.modules[str(node.target)])
+        moving = dropout or moving_operator(node) is not None
         return moving and bool(node.args) and node.args[0] in self.coded
 
     def _is_code_relu(self, node: fx.Node) -> bool:
         """Return a ReLU that is not fused: on codes it is a maximum with the zero point."""
-        clamp = operators.clamp_range(node)
-        return clamp is not None and clamp == (0.0, float("inf")) and node.args[0] in self.coded
+        return is_relu(node) and node.args[0] in self.coded
 
     def _fused_norm(self, node: fx.Node) -> fx.Node | None:
         """Return the batch norm that folds into the layer ``node``, or None."""
-        layers = operators.INTEGER_LAYERS
-        if node.op != "call_module" or not isinstance(self.modules[node.target], layers):
-            return None
-        if node.target in self.excluded or len(node.users) != 1:
-            return None
-        (user,) = node.users
-        is_norm = user.op == "call_module" and isinstance(self.modules[user.target], operators.BATCH_NORMS)
-        layer = self.modules[node.target]
-        return user if is_norm and operators.share_channels(layer, node, user) else None
+        return None if node.target in self.excluded else foldable_norm(node, self.modules)
 
     def _add_anchored_site(self, anchor: fx.Node) -> None:
         norm = self._fused_norm(anchor)
@@ -305,7 +304,7 @@ class _Preparation:
         clip = None
         if len(end.users) == 1:
             (user,) = end.users
-            clip = operators.clamp_range(user)
+            clip = clamp_range(user)
             end = user if clip is not None else end
         quantizer = self._insert(end, self._site_name(anchor), clip, list(end.users))
         self.coded.update({anchor, end, quantizer} | ({norm} if norm else set()))
@@ -318,7 +317,7 @@ class _Preparation:
             consumer.replace_input_with(source, self.float_sites[source])
             return
         readers = [user for user in source.users if user is consumer or self._is_integer(user)]
-        quantizer = self._insert(source, self._site_name(source), operators.clamp_range(source), readers)
+        quantizer = self._insert(source, self._site_name(source), clamp_range(source), readers)
         self.float_sites[source] = quantizer
         self.coded.add(quantizer)
 
@@ -348,6 +347,12 @@ class _Preparation:
         if node.op == "call_module" and not self._is_integer(node):
             name += ".output"
         return _unused(name, self.names | sites)
+
+
+def operands(node: fx.Node) -> list[fx.Node]:
+    """Return the tensor operands of a layer or an integer operator, in order."""
+    match = integer_operator(node)
+    return node.all_input_nodes[:1] if match is None else match[0].operands(node)
 
 
 def node_name(node: fx.Node) -> str:

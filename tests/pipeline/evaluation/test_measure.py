@@ -55,7 +55,7 @@ def test_every_layer_has_its_row(rows: dict[str, dict[str, Any]]) -> None:
     }
     reasons = {name: row["reason"] for name, row in rows.items() if not row["quantized"]}
     assert reasons == {
-        "norm": "layer_norm uses its parameters in float", "head": "excluded by --exclude",
+        "norm": "layer_norm uses its parameters in float", "head": "excluded by the configuration",
     }  # fmt: skip
     assert all(row["bytes_float"] == 4 * row["parameters"] for row in rows.values())
     assert all(row["bytes_quantized"] == row["bytes_float"] for name, row in rows.items() if name in reasons)

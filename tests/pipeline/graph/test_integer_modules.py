@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from ul2q.pipeline.graph import integer_modules
-from ul2q.pipeline.graph.integer_modules import CodeFormat, LoweredWeight
+from ul2q.pipeline.graph.integer_modules import LoweredWeight
+from ul2q.pipeline.graph.operators import elementwise, weighted
+from ul2q.pipeline.graph.operators.definition import CodeFormat
 from ul2q.pipeline.quantize import arithmetic
 from ul2q.pipeline.quantize.grid import quantize_weight, stored_weight
 from ul2q.runtimes import onnxruntime as runtime
@@ -87,7 +89,10 @@ def test_convolution_equals_integer_loops(name: str, k: int, granularity: str) -
     real = total * source.scale * weight.scale.reshape(-1, *[1] * len(size))
     out = CodeFormat(float(np.float32(np.abs(real).max() / 150)), 120)  # some saturate
     expected = codes_of(total, source.scale, weight.scale, out)
-    layer = integer_modules.IntegerConv(weight, bias, source, out, stride, pads, dilation, groups)
+    layer = integer_modules.IntegerLayer(
+        weighted.CONV, weight, bias, source, out,
+        {"stride": stride, "pads": pads, "dilation": dilation, "groups": groups},
+    )  # fmt: skip
     found = layer(torch.from_numpy(codes)).numpy()
     np.testing.assert_array_equal(found, expected)
 
@@ -103,7 +108,9 @@ def test_linear_map_equals_integer_products(shape: tuple[int, ...], k: int, gran
     w = (weight.stored.astype(np.int64) - weight.grid.zero_point).T
     total = codes.astype(np.int64).reshape(-1, 20) @ w + bias
     expected = codes_of(total, source.scale, weight.scale, out).reshape(*shape[:-1], 9)
-    found = integer_modules.IntegerLinear(weight, bias, source, out)(torch.from_numpy(codes)).numpy()
+    found = integer_modules.IntegerLayer(weighted.LINEAR, weight, bias, source, out, {})(
+        torch.from_numpy(codes)
+    ).numpy()
     np.testing.assert_array_equal(found, expected)
 
 
@@ -124,7 +131,9 @@ def test_long_sums_stay_exact() -> None:
         # A scale that makes the last bit of the sum visible.
         out = CodeFormat(1.0, int(100 - total[0, channel] % 100))
         weight.scale[:] = 1.0
-        layer = integer_modules.IntegerLinear(weight, bias - total[0].astype(np.int32), source, out)
+        layer = integer_modules.IntegerLayer(
+            weighted.LINEAR, weight, bias - total[0].astype(np.int32), source, out, {}
+        )
         assert layer(torch.from_numpy(codes)).tolist() == [[out.zero_point] * 2]
 
 
@@ -195,7 +204,7 @@ def test_broadcast_additions_round_as_the_runtime_does(
     formats, pairs = order_matters
     for a_code, b_code in pairs:
         a, b = np.full(of_a, a_code, np.uint8), np.full(of_b, b_code, np.uint8)
-        found = integer_modules.IntegerBinary("add", *formats)(
+        found = integer_modules.IntegerFunction(elementwise.ADD, formats[:2], formats[2], {})(
             torch.from_numpy(a), torch.from_numpy(b)
         ).numpy()
         np.testing.assert_array_equal(found, run_add(a, b, formats))

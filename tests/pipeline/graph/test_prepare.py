@@ -309,7 +309,7 @@ def test_parameters_are_called_as_the_user_calls_them_and_counted_once() -> None
 def test_excluded_layers_stay_in_float_with_their_norms(everything: Captured) -> None:
     found = prepare(everything, QuantConfig(wbits=2, exclude=("stem.*", "attention.*_proj")))
     plan = {layer.name: layer for layer in found.layers}
-    excluded = [name for name, layer in plan.items() if layer.reason == "excluded by --exclude"]
+    excluded = [name for name, layer in plan.items() if layer.reason == "excluded by the configuration"]
     assert excluded == ["stem.0", "attention.in_proj", "attention.out_proj"]
     assert not any(plan[name].quantized for name in excluded)
     assert plan["stem.1"].reason == "BatchNorm2d stands behind no quantised layer that could absorb it"
