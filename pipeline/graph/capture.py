@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from ul2q.pipeline.errors import UsageError, first_line
 from ul2q.pipeline.graph.input_types import input_names
 from ul2q.pipeline.graph.rebuild import LayerBuilder
+from ul2q.pipeline.graph.rewrite import expand_activations
 from ul2q.pipeline.graph.torch_programs import as_module
 
 aten = torch.ops.aten
@@ -131,6 +132,7 @@ def _capture(model: nn.Module, example: list[Tensor], own_tensors: bool) -> Capt
         unlifted = cast(fx.GraphModule, program.run_decompositions({}).module(check_guards=False))
     builder = LayerBuilder(unlifted, model)
     graph = builder.build()
+    expand_activations(graph)
     captured = Captured(
         # The exported graph shares its tensors with the model; a copy keeps the ties among layers.
         copy_graph(graph) if own_tensors else graph,
