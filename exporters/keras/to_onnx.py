@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,8 +22,8 @@ from ul2q.pipeline.graph.folding import FixedWeight
 from ul2q.pipeline.graph.lower import Lowered, lower
 from ul2q.pipeline.graph.operators.registry import moving_operator, weighted_operator
 from ul2q.pipeline.graph.prepare import Prepared, Site, prepare
-from ul2q.pipeline.importers.keras import Translated, clean
 from ul2q.pipeline.importers.keras.to_torch import to_torch
+from ul2q.pipeline.importers.keras.translator import Translated, clean
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,8 @@ def _config(module: fx.GraphModule, translated: Translated, opset: int, storage:
     layers = [layer for layer, _ in translated.weighted.values()]
     left_alone = tuple(
         name
-        for name, found in module.named_modules()
-        if weighted_operator(found) is not None and name not in translated.weighted
+        for name, layer in module.named_modules()
+        if weighted_operator(layer) is not None and name not in translated.weighted
     )
     return QuantConfig(
         wbits=max(layer.wbits for layer in layers),
@@ -129,17 +130,24 @@ def _set_activations(prepared: Prepared, translated: Translated) -> None:
     """
     nodes = {node.name: node for node in prepared.module.graph.nodes}
     inputs = [node for node in prepared.module.graph.nodes if node.op == "placeholder"]
+    calls: Counter[str] = Counter()
     for site, quantizer in prepared.quantizers():
         names = _names(site, nodes, inputs, translated)
-        found = next((translated.quantizers[n] for n in names if n in translated.quantizers), None)
-        if found is None:
+        name = next((n for n in names if n in translated.quantizers), None)
+        if name is None:
             raise UsageError(
                 f"the output of {names[0]} has no EMAQuantizer, but integer kernels round it: make the model "
                 f"with quantize_model, or add EMAQuantizer(behind={names[0]!r})"
             )
-        settled = found.format()
+        # A layer that is called again has a quantiser for every call, or one for all.
+        of_calls = translated.quantizers[name]
+        keras_quantizer = of_calls[min(calls[name], len(of_calls) - 1)]
+        calls[name] += 1
+        settled = keras_quantizer.format()
         if settled is None:
-            raise UsageError(f"{found.name} has seen nothing: train the model, or calibrate(model, batches)")
+            raise UsageError(
+                f"{keras_quantizer.name} has seen nothing: train the model, or calibrate(model, batches)"
+            )
         quantizer.scale.fill_(settled.scale)
         quantizer.zero_point.fill_(settled.zero_point)
         quantizer.mode = "quantize"

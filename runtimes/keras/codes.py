@@ -8,18 +8,18 @@ import keras
 import numpy as np
 from numpy.typing import NDArray
 
-from ul2q.runtimes.keras.integers import Format
+from ul2q.pipeline.graph.operators.definition import CodeFormat
 from ul2q.runtimes.keras.layers.activation_quantizer import EMAQuantizer
 
 Array = NDArray[Any]
 
 
-def coded_layers(model: keras.Model) -> dict[str, tuple[keras.layers.Layer, Format]]:
+def coded_layers(model: keras.Model) -> dict[str, tuple[keras.layers.Layer, CodeFormat]]:
     """Return the layers of a frozen model that put out codes, by their names in the file, with the format."""
-    found: dict[str, tuple[keras.layers.Layer, Format]] = {}
+    found: dict[str, tuple[keras.layers.Layer, CodeFormat]] = {}
     for layer in model.layers:
         out = layer.fixed if isinstance(layer, EMAQuantizer) else getattr(layer, "out", None)
-        if isinstance(out, Format) and getattr(layer, "onnx_name", None):
+        if isinstance(out, CodeFormat) and getattr(layer, "onnx_name", None):
             found[layer.onnx_name] = (layer, out)
     return found
 

@@ -8,12 +8,14 @@ taken in parts and added as int32.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
 from keras import ops
 from numpy.typing import NDArray
+
+from ul2q.pipeline.graph.operators.definition import CodeFormat
 
 Tensor = Any
 
@@ -21,16 +23,9 @@ EXACT = 2**24
 """Integers and sums of integers up to this size are exact in float32."""
 
 
-class Format(NamedTuple):
-    """How codes p = 0..255 stand for real numbers: scale·(p − zero_point), ``scale`` a float32 value."""
-
-    scale: float
-    zero_point: int
-
-
-def as_format(value: Sequence[Any] | None) -> Format | None:
+def as_format(value: Sequence[Any] | None) -> CodeFormat | None:
     """Return a format from (scale, zero_point), as a configuration holds it."""
-    return None if value is None else Format(float(np.float32(value[0])), int(value[1]))
+    return None if value is None else CodeFormat(float(np.float32(value[0])), int(value[1]))
 
 
 def steps(x: Tensor, scale: Tensor) -> Tensor:
@@ -42,13 +37,13 @@ def steps(x: Tensor, scale: Tensor) -> Tensor:
     return ops.round(ops.cast(x, "float32") / scale)
 
 
-def saturate(values: Tensor, out: Format, scale: Tensor) -> Tensor:
+def saturate(values: Tensor, out: CodeFormat, scale: Tensor) -> Tensor:
     """Return the real values scale·v of the whole numbers nearest to ``values``, v = −z .. 255 − z."""
     low = -float(out.zero_point)
     return ops.clip(ops.round(values), low, low + 255.0) * scale
 
 
-def requantize(accumulator: Tensor, factor: Tensor, out: Format, scale: Tensor) -> Tensor:
+def requantize(accumulator: Tensor, factor: Tensor, out: CodeFormat, scale: Tensor) -> Tensor:
     """Return real values on the grid ``out`` for an int32 ``accumulator``, as `arithmetic.requantize`.
 
     Args:
@@ -93,18 +88,18 @@ def parts(weights: NDArray[np.integer[Any]], axis: int) -> list[int]:
     return [*ends, len(totals)]
 
 
-def lookup(table: NDArray[np.uint8], index: Tensor, out: Format, scale: Tensor) -> Tensor:
+def lookup(table: NDArray[np.uint8], index: Tensor, out: CodeFormat, scale: Tensor) -> Tensor:
     """Return real values of the codes ``table``[index], of the shape of ``index``."""
     values = ops.convert_to_tensor(table.reshape(-1).astype(np.float32) - np.float32(out.zero_point))
     return ops.take(values, ops.cast(index, "int32"), axis=0) * scale
 
 
-def codes_of(x: Tensor, source: Format, scale: Tensor) -> Tensor:
+def codes_of(x: Tensor, source: CodeFormat, scale: Tensor) -> Tensor:
     """Return the codes p = 0..255 of real values on the grid ``source``, as float32."""
     return steps(x, scale) + float(source.zero_point)
 
 
-def scale_variable(layer: keras.layers.Layer, name: str, fmt: Format) -> Any:
+def scale_variable(layer: keras.layers.Layer, name: str, fmt: CodeFormat) -> Any:
     """Return a scalar float32 variable of ``layer`` that holds the scale of ``fmt``."""
     return layer.add_weight(
         name=name, shape=(), dtype="float32", trainable=False, autocast=False,

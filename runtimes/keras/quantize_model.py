@@ -9,9 +9,10 @@ integer layer that reads them gets a quantiser before it.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import keras
 from keras import layers
@@ -19,14 +20,16 @@ from keras import layers
 from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.formats.keras_graph import check_layout, functional, walk
+from ul2q.pipeline.graph.operators.chains import CHAINS, expand
 from ul2q.runtimes.keras.layers.activation_quantizer import EMAQuantizer
-from ul2q.runtimes.keras.layers.weighted import (
-    UL2QConv1D,
-    UL2QConv2D,
-    UL2QConv2DTranspose,
-    UL2QDense,
-    UL2QDepthwiseConv2D,
+from ul2q.runtimes.keras.layers.registry import (
+    KERAS_FORMS,
+    MOVING_LAYERS,
+    WEIGHTED_LAYERS,
+    activation_is,
+    integer_operator,
 )
+from ul2q.runtimes.keras.layers.weighted import UL2QConv2D, UL2QDepthwiseConv2D
 from ul2q.runtimes.keras.layers.weighted_base import Weighted
 
 _KEPT = (
@@ -34,22 +37,6 @@ _KEPT = (
     "depth_multiplier", "use_bias", "kernel_initializer", "bias_initializer", "kernel_regularizer",
     "bias_regularizer", "kernel_constraint", "bias_constraint",
 )  # fmt: skip
-_TWINS: dict[type, type[Weighted]] = {
-    layers.Conv1D: UL2QConv1D,
-    layers.Conv2D: UL2QConv2D,
-    layers.DepthwiseConv2D: UL2QDepthwiseConv2D,
-    layers.Conv2DTranspose: UL2QConv2DTranspose,
-    layers.Dense: UL2QDense,
-}
-#: integer operators without weights, and the number of their coded inputs that makes them so
-_JOINS = ("Add", "Multiply", "Concatenate")
-_AVERAGES = ("GlobalAveragePooling1D", "GlobalAveragePooling2D", "AveragePooling2D")
-_MOVING = (
-    "MaxPooling1D", "MaxPooling2D", "Flatten", "Reshape", "Permute", "UpSampling2D", "Dropout",
-    "SpatialDropout1D", "SpatialDropout2D", "ZeroPadding1D", "ZeroPadding2D", "Cropping2D", "Part",
-    "LowPadding",
-)  # fmt: skip
-_TABLED = ("LeakyReLU",)
 
 
 @dataclass
@@ -150,6 +137,7 @@ class _Cloning:
         self.excluded = self._excluded(exclude)
         self.uses = _uses(model)
         self.copies: dict[Any, Any] = {}
+        self.calls: Counter[str] = Counter()  # quantisers behind each layer
         self.quantized = 0
 
     def run(self) -> keras.Model:
@@ -162,10 +150,10 @@ class _Cloning:
         remaining = iter(self.uses)
 
         def visit(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            found = self._visit(layer, args, kwargs)
-            for signal, uses in zip(keras.tree.flatten(found), next(remaining), strict=True):
+            results = self._visit(layer, args, kwargs)
+            for signal, uses in zip(keras.tree.flatten(results), next(remaining), strict=True):
                 signal.uses = uses
-            return found
+            return results
 
         outputs = [self._rounded(s).tensor for s in walk(self.model, signals, visit)]
         if not self.quantized:
@@ -179,15 +167,15 @@ class _Cloning:
         names = [
             layer.name
             for layer in _all_layers(self.model)
-            if type(layer) in {*_TWINS, layers.SeparableConv2D}
+            if type(layer) in {*WEIGHTED_LAYERS, layers.SeparableConv2D}
         ]
-        found: set[str] = set()
+        excluded: set[str] = set()
         for pattern in patterns:
             matches = fnmatch.filter(names, pattern)
             if not matches:
-                raise UsageError(f"exclude {pattern}: no such layer; layers are {', '.join(names)}")
-            found.update(matches)
-        return found
+                raise UsageError(f"`exclude` {pattern}: no such layer; layers are {', '.join(names)}")
+            excluded.update(matches)
+        return excluded
 
     def _visit(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_layout(layer)
@@ -195,7 +183,7 @@ class _Cloning:
             raise UsageError(f"{layer.name} is quantised already: give the float model")
         name, kind = layer.name, type(layer).__name__
         signals = [s for s in keras.tree.flatten((args, kwargs)) if isinstance(s, _Signal)]
-        if type(layer) in _TWINS and name not in self.excluded:
+        if type(layer) in WEIGHTED_LAYERS and name not in self.excluded:
             return self._weighted(layer, signals[0])
         if kind == "SeparableConv2D" and name not in self.excluded:
             return self._separable(layer, signals[0])
@@ -203,23 +191,38 @@ class _Cloning:
             fused = self._fused(layer, signals[0])
             if fused is not None:
                 return fused
+        chain = _chain(layer) if self.abits == 8 and len(signals) == 1 else None
+        if chain is not None and self._rounded(signals[0]).coded:
+            return self._expanded(layer, chain, signals[0])
         rounded = [self._rounded(s) for s in signals]
-        if self.abits == 8 and self._is_integer(kind, rounded):
+        if self.abits == 8 and self._is_integer(layer, rounded):
             inputs = {id(s): self._for_integer(r).tensor for s, r in zip(signals, rounded, strict=True)}
             tensor = self._call(layer, args, kwargs, inputs)
             return _Signal(tensor, anchor=name, source=name, open_to=("relu",))
         tensor = self._call(
             layer, args, kwargs, {id(s): r.tensor for s, r in zip(signals, rounded, strict=True)}
         )
-        moves = (kind in _MOVING and _nearest(layer)) or _is_relu(layer, plain=True)
+        moves = (kind in MOVING_LAYERS and _nearest(layer)) or _is_relu(layer, plain=True)
         if keras.tree.is_nested(tensor):
             return keras.tree.map_structure(lambda t: _Signal(t, source=name), tensor)
         return _Signal(tensor, coded=moves and all(s.coded for s in rounded), source=name)
 
-    def _is_integer(self, kind: str, signals: list[_Signal]) -> bool:
-        if kind in _JOINS:
-            return any(s.coded for s in signals) and len(signals) > 1
-        return kind in (*_AVERAGES, *_TABLED) and all(s.coded for s in signals)
+    def _is_integer(self, layer: Any, signals: list[_Signal]) -> bool:
+        """Return whether ``layer`` runs on integers: an operator of the registry that reads a code."""
+        return integer_operator(layer) is not None and any(s.coded for s in signals)
+
+    def _expanded(self, layer: Any, chain: Any, signal: _Signal) -> _Signal:
+        """Return the signal behind an activation that is a chain of integer operators."""
+
+        def apply(name: str, *operands: _Signal) -> _Signal:
+            full = f"{layer.name}_{name}"
+            tensors = [self._for_integer(operand).tensor for operand in operands]
+            rank = len(tensors[0].shape)
+            form = self._once(layer, name, lambda own: KERAS_FORMS[name].trainable({}, rank, own))
+            tensor = form(tensors if len(tensors) > 1 else tensors[0])
+            return _Signal(tensor, anchor=full, source=full, open_to=("relu",))
+
+        return cast(_Signal, expand(chain, signal, apply))
 
     def _fused(self, layer: Any, signal: _Signal) -> _Signal | None:
         """Return the signal behind a batch norm or ReLU that belongs to the integer layer before it."""
@@ -252,7 +255,10 @@ class _Cloning:
         return signal.rounded
 
     def _quantizer(self, signal: _Signal, behind: str) -> _Signal:
-        quantizer = EMAQuantizer(fit=self.fit, behind=behind, name=f"{behind}_quantizer", dtype="float32")
+        # Every call of a layer has a range of its own: a ReLU may be fused behind one of them only.
+        self.calls[behind] += 1
+        name = f"{behind}_quantizer" + (f"_{self.calls[behind]}" if self.calls[behind] > 1 else "")
+        quantizer = EMAQuantizer(fit=self.fit, behind=behind, name=name, dtype="float32")
         return _Signal(quantizer(signal.tensor), coded=True, source=signal.source)
 
     # Layers
@@ -261,7 +267,7 @@ class _Cloning:
         config = {key: value for key, value in layer.get_config().items() if key in _KEPT}
         integer = not isinstance(layer, layers.Conv2DTranspose)
         source = self._for_integer(signal) if integer else self._rounded(signal)
-        tensor = self._twin(_TWINS[type(layer)], config, layer, layer.weights, source.tensor)
+        tensor = self._twin(WEIGHTED_LAYERS[type(layer)], config, layer, layer.weights, source.tensor)
         anchor, left = (layer.name, ("norm", "relu")) if integer else (None, ())
         return self._with_activation(layer, _Signal(tensor, anchor=anchor, source=layer.name, open_to=left))
 
@@ -308,10 +314,17 @@ class _Cloning:
             return signal
         if function in (keras.activations.relu, keras.activations.relu6) and signal.open_to:
             limit = 6.0 if function is keras.activations.relu6 else None
-            tensor = layers.ReLU(limit, name=f"{layer.name}_relu")(signal.tensor)
-            return _Signal(tensor, anchor=signal.anchor, source=layer.name)
-        tensor = layers.Activation(function, name=f"{layer.name}_activation")(self._rounded(signal).tensor)
-        return _Signal(tensor, source=f"{layer.name}_activation")
+            relu = self._once(layer, "relu", lambda name: layers.ReLU(limit, name=name))
+            return _Signal(relu(signal.tensor), anchor=signal.anchor, source=layer.name)
+        activation = self._once(layer, "activation", lambda name: layers.Activation(function, name=name))
+        return cast(_Signal, self._visit(activation, (signal,), {}))
+
+    def _once(self, layer: Any, part: str, make: Callable[[str], Any]) -> Any:
+        """Return the layer that computes a part of ``layer``, the same for all its calls."""
+        key = (id(layer), part)
+        if key not in self.copies:
+            self.copies[key] = make(f"{layer.name}_{part}")
+        return self.copies[key]
 
     def _call(self, layer: Any, args: Any, kwargs: Any, tensors: dict[int, Any]) -> Any:
         """Return the result of a copy of ``layer`` on Keras tensors in the place of signals."""
@@ -324,6 +337,14 @@ class _Cloning:
         if known is None and getattr(layer, "weights", None):
             new.set_weights(layer.get_weights())
         return result
+
+
+def _chain(layer: Any) -> Any:
+    """Return the chain of operators that ``layer`` stands for, or None."""
+    for name, chain in CHAINS.items():
+        if activation_is(name, layer):
+            return chain
+    return None
 
 
 class _Token:

@@ -83,6 +83,10 @@ def _no_parameters(node: Node) -> Parameters | None:  # noqa: ARG001
     return {}
 
 
+def _never(a: Sequence[Any], b: Sequence[Any]) -> bool:  # noqa: ARG001
+    return False
+
+
 def _as_computed(value: Any, **parameters: Any) -> Any:  # noqa: ARG001
     return value
 
@@ -101,10 +105,11 @@ class IntegerOperator:
         float_form: (call, *operands, **parameters) -> value, the same function on real numbers.
         examples: what its forms are compared on.
         parameter_types: type of each parameter of the kernel in torch's schema language.
-        onnx_attributes: ONNX attribute of each parameter whose value it holds.
+        onnx_attributes: (ONNX attribute, its default) for each parameter that is one.
         recognise: parameters of a node with one of ``targets``; None where the node is no such operator.
         operands: tensor operands of a node, in order.
         finish: (value, **parameters) -> value, what follows the kernel and only changes the shape.
+        swaps: (shape, shape) -> whether the runtime swaps its two operands, which may round otherwise.
     """
 
     name: str
@@ -115,10 +120,11 @@ class IntegerOperator:
     examples: tuple[Example, ...]
     table: Table | None = None
     parameter_types: Mapping[str, str] = field(default_factory=dict)
-    onnx_attributes: Mapping[str, str] = field(default_factory=dict)
+    onnx_attributes: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
     recognise: Callable[[Node], Parameters | None] = _no_parameters
     operands: Callable[[Node], list[Node]] = first_operand
     finish: Callable[..., Any] = _as_computed
+    swaps: Callable[[Sequence[Any], Sequence[Any]], bool] = _never
 
     def kernel_parameters(self, parameters: Mapping[str, Any]) -> Parameters:
         """Return those of ``parameters`` that the kernel takes, in the order of its schema."""

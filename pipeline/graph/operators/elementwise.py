@@ -107,6 +107,7 @@ ADD = IntegerOperator(
     examples=(Example((_SHAPE, _SHAPE)), Example(((2, 3, 1, 1), _SHAPE)), Example((_SHAPE, (2, 3, 4, 1)))),
     recognise=_two_tensors,
     operands=_two_operands,
+    swaps=broadcasts_innermost,
 )
 
 MUL = IntegerOperator(
@@ -138,7 +139,7 @@ LEAKY_RELU = _unary(
     float_form=lambda call, x, slope: call("aten.leaky_relu.default", x, slope),
     examples=(Example((_SHAPE,), {"slope": 0.2}),),
     parameter_types={"slope": "float"},
-    onnx_attributes={"slope": "alpha"},
+    onnx_attributes={"slope": ("alpha", 0.01)},
     recognise=_slope,
 )
 

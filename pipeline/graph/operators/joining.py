@@ -37,7 +37,7 @@ CAT = IntegerOperator(
     float_form=lambda call, *parts, dim: call("aten.cat.default", list(parts), dim),
     examples=(Example(((2, 3, 4, 5), (2, 1, 4, 5), (2, 2, 4, 5)), {"dim": 1}),),
     parameter_types={"dim": "int"},
-    onnx_attributes={"dim": "axis"},
+    onnx_attributes={"dim": ("axis", 0)},
     recognise=_dim,
     operands=lambda node: list(node.args[0]),
 )

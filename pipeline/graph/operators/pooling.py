@@ -106,7 +106,11 @@ AVERAGE_POOL = IntegerOperator(
         Example(((2, 3, 6, 5),), {"kernel": [3, 3], "stride": [2, 2], "pads": [1, 1, 1, 1]}),
     ),
     parameter_types={"kernel": "int[]", "stride": "int[]", "pads": "int[]"},
-    onnx_attributes={"kernel": "kernel_shape", "stride": "strides", "pads": "pads"},
+    onnx_attributes={
+        "kernel": ("kernel_shape", None),
+        "stride": ("strides", [1, 1]),
+        "pads": ("pads", [0, 0, 0, 0]),
+    },
     recognise=_windows,
 )
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import keras
 
 from ul2q.pipeline.formats.keras_graph import functional, walk
-from ul2q.pipeline.importers.keras import Ref, Translated, Translator
+from ul2q.pipeline.importers.keras import unweighted_layers, weighted_layers
+from ul2q.pipeline.importers.keras.translator import Ref, Translated, Translator
+
+#: by the name of the Keras class
+HANDLERS = {**unweighted_layers.HANDLERS, **weighted_layers.HANDLERS}
 
 
 def to_torch(model: keras.Model, *, drop_softmax: bool = False) -> Translated:
@@ -23,6 +27,6 @@ def to_torch(model: keras.Model, *, drop_softmax: bool = False) -> Translated:
     """
     network = functional(model)
     names = [str(t.name) for t in network.inputs]
-    translator = Translator([tuple(t.shape) for t in network.inputs], names)
+    translator = Translator([tuple(t.shape) for t in network.inputs], names, HANDLERS)
     outputs: list[Ref] = walk(network, list(translator.refs), translator.visit)
     return translator.finish(translator.drop_softmax(outputs) if drop_softmax else outputs)

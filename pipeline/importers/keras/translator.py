@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,8 +52,8 @@ class KerasNetwork(nn.Module):
         values = list(inputs)
         for name, sources in self.calls:
             values.append(getattr(self, name)(*(values[i] for i in sources)))
-        found = tuple(values[i] for i in self.outputs)
-        return found[0] if len(found) == 1 else found
+        outputs = tuple(values[i] for i in self.outputs)
+        return outputs[0] if len(outputs) == 1 else outputs
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Translated:
         network: the network, in eval mode.
         input_shapes: (C, spatial...) of each input.
         inputs: names of the inputs.
-        quantizers: the activation quantisers by the name of the layer behind which they stand.
+        quantizers: the activation quantisers behind each layer, in the order of its calls.
         weighted: the μL2Q layers by name, with what reorders the inputs of a flattened weight.
         softmax_removed: whether the final softmax was left out.
     """
@@ -72,7 +72,7 @@ class Translated:
     network: KerasNetwork
     input_shapes: list[tuple[int, ...]]
     inputs: list[str]
-    quantizers: dict[str, Any] = field(default_factory=dict)
+    quantizers: dict[str, list[Any]] = field(default_factory=dict)
     weighted: dict[str, tuple[Any, tuple[int, ...] | None]] = field(default_factory=dict)
     softmax_removed: bool = False
 
@@ -97,7 +97,13 @@ def clean(name: str) -> str:
 class Translator:
     """Takes the layers of a model one after the other, see `ul2q.pipeline.formats.keras_graph.walk`."""
 
-    def __init__(self, input_shapes: Sequence[tuple[int | None, ...]], inputs: Sequence[str]) -> None:
+    def __init__(
+        self,
+        input_shapes: Sequence[tuple[int | None, ...]],
+        inputs: Sequence[str],
+        handlers: Mapping[str, Handler],
+    ) -> None:
+        self.handlers = handlers
         for name, shape in zip(inputs, input_shapes, strict=True):
             if None in shape[1:]:
                 raise UsageError(f"input {name} has shape {shape}: all sizes but the batch must be fixed")
@@ -108,23 +114,22 @@ class Translator:
 
     def finish(self, outputs: Sequence[Ref]) -> Translated:
         """Return the network with these outputs."""
-        found = [self.ordered(ref) for ref in outputs]
-        self.result.network.outputs = tuple(ref.index for ref in found)
+        self.result.network.outputs = tuple(self.ordered(ref).index for ref in outputs)
         self.result.network.eval()
         return self.result
 
     def drop_softmax(self, outputs: Sequence[Ref]) -> list[Ref]:
         """Return the outputs before a final softmax."""
         network = self.result.network
-        found = []
+        logits = []
         for ref in outputs:
             place = ref.index - len(self.result.inputs)
             name, sources = network.calls[place] if place >= 0 else ("", ())
             if name and isinstance(getattr(network, name), nn.Softmax):
                 self.result.softmax_removed = True
                 ref = Ref(sources[0], ref.shape)
-            found.append(ref)
-        return found
+            logits.append(ref)
+        return logits
 
     # Adding modules
 
@@ -168,9 +173,9 @@ class Translator:
         """
         refs = [r for r in keras.tree.flatten((args, kwargs)) if isinstance(r, Ref)]
         kind = type(layer).__name__
-        handler = HANDLERS.get(kind)
+        handler = self.handlers.get(kind)
         if handler is None or not refs:
-            known = ", ".join(sorted(HANDLERS))
+            known = ", ".join(sorted(self.handlers))
             raise UsageError(f"{layer.name} is a {kind}, which has no ONNX form here; known are {known}")
         if getattr(layer, "data_format", None) == "channels_first":
             raise UsageError(f"{layer.name} takes channels_first data: build the model with channels_last")
@@ -181,18 +186,8 @@ class Translator:
         return handler(self, layer, refs, shape)
 
 
+#: (translator, layer, values of its inputs, shape of its output) -> value of its output
 Handler = Callable[[Translator, Any, list[Ref], tuple[Any, ...]], Ref]
-HANDLERS: dict[str, Handler] = {}
-
-
-def handles(*names: str) -> Callable[[Handler], Handler]:
-    """Return a decorator that registers a function for the Keras classes ``names``."""
-
-    def register(handler: Handler) -> Handler:
-        HANDLERS.update(dict.fromkeys(names, handler))
-        return handler
-
-    return register
 
 
 def _shape_of(layer: Any, refs: list[Ref]) -> tuple[Any, ...]:

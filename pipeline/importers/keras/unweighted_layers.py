@@ -14,35 +14,24 @@ from torch import Tensor, nn
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.importers.keras.translator import (
     Function,
+    Handler,
     Ref,
     Translator,
     activation,
     channels_first,
     clean,
-    handles,
     pad,
 )
 
 
-@handles("InputLayer", "EMAQuantizer")
 def _pass(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[Any, ...]) -> Ref:
     if type(layer).__name__ == "EMAQuantizer":
         if layer.behind is None:
             raise UsageError(f"{layer.name}: give behind=, the name of the layer whose output it quantises")
-        translator.result.quantizers[clean(layer.behind)] = layer
+        translator.result.quantizers.setdefault(clean(layer.behind), []).append(layer)
     return refs[0]
 
 
-@handles(
-    "Dropout",
-    "SpatialDropout1D",
-    "SpatialDropout2D",
-    "GaussianNoise",
-    "GaussianDropout",
-    "AlphaDropout",
-    "ActivityRegularization",
-    "Identity",
-)
 def _nothing(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[Any, ...]) -> Ref:
     return refs[0]
 
@@ -51,9 +40,6 @@ def _elementwise(translator: Translator, layer: Any, ref: Ref, module: nn.Module
     return translator.add(layer, [ref], module, ref.shape, flat=ref.flat)
 
 
-@handles(
-    "Activation", "ReLU", "LeakyReLU", "ELU", "Softmax", "Relu", "Relu6", "Sigmoid", "Tanh", "Silu", "Gelu"
-)
 def _function(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[Any, ...]) -> Ref:
     (ref,) = refs
     kind = type(layer).__name__
@@ -93,13 +79,11 @@ class _Join(nn.Module):
         return first
 
 
-@handles("Add", "Multiply", "Subtract")
 def _join(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[Any, ...]) -> Ref:
     refs = _same_order(translator, refs)
     return translator.add(layer, refs, _Join(type(layer).__name__), shape, flat=refs[0].flat)
 
 
-@handles("Concatenate")
 def _concatenate(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[Any, ...]) -> Ref:
     axis, rank = layer.axis % len(shape), len(shape)
     axis = axis if rank < 3 or axis == 0 else (1 if axis == rank - 1 else axis + 1)
@@ -107,7 +91,6 @@ def _concatenate(translator: Translator, layer: Any, refs: list[Ref], shape: tup
     return translator.add(layer, refs, Function(lambda *x: torch.cat(x, axis)), shape)
 
 
-@handles("Flatten")
 def _flatten(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[Any, ...]) -> Ref:
     (ref,) = refs
     if len(ref.shape) == 2:
@@ -117,7 +100,6 @@ def _flatten(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[A
     return translator.add(layer, refs, nn.Flatten(), shape, flat=flat)
 
 
-@handles("Reshape")
 def _reshape(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[Any, ...]) -> Ref:
     (ref,) = [translator.ordered(r) for r in refs]
     before, after = len(ref.shape), len(shape)
@@ -130,7 +112,6 @@ def _reshape(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[A
     return translator.add(layer, [ref], Function(reshape), shape)
 
 
-@handles("ZeroPadding2D", "ZeroPadding1D", "Cropping2D")
 def _zero_padding(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[Any, ...]) -> Ref:
     if type(layer).__name__ == "Cropping2D":
         return pad(translator, layer, refs[0], [(-a, -b) for a, b in layer.cropping], "")
@@ -138,7 +119,6 @@ def _zero_padding(translator: Translator, layer: Any, refs: list[Ref], shape: tu
     return pad(translator, layer, refs[0], [(int(a), int(b)) for a, b in pads], "")
 
 
-@handles("MaxPooling2D", "MaxPooling1D", "AveragePooling2D")
 def _pool(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[Any, ...]) -> Ref:
     (ref,) = refs
     size, step = tuple(layer.pool_size), tuple(layer.strides)
@@ -157,7 +137,6 @@ def _pool(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[Any,
     return translator.add(layer, [ref], module, shape)
 
 
-@handles("GlobalAveragePooling2D", "GlobalAveragePooling1D", "GlobalMaxPooling2D")
 def _global_pool(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[Any, ...]) -> Ref:
     axes = tuple(range(2, len(refs[0].shape)))
     keep = bool(layer.keepdims)
@@ -166,7 +145,6 @@ def _global_pool(translator: Translator, layer: Any, refs: list[Ref], shape: tup
     return translator.add(layer, refs, Function(lambda x: torch.mean(x, axes, keep)), shape)
 
 
-@handles("UpSampling2D")
 def _upsample(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[Any, ...]) -> Ref:
     if layer.interpolation != "nearest":
         raise UsageError(
@@ -175,10 +153,52 @@ def _upsample(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[
     return translator.add(layer, refs, nn.Upsample(scale_factor=tuple(float(s) for s in layer.size)), shape)
 
 
-@handles("Rescaling")
 def _rescale(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[Any, ...]) -> Ref:
     (ref,) = refs
     factors = [torch.tensor(np.asarray(v, np.float32)) for v in (layer.scale, layer.offset)]
     if ref.flat is None and len(shape) > 2:
         factors = [f.reshape(-1, *[1] * (len(shape) - 2)) if f.ndim else f for f in factors]
     return _elementwise(translator, layer, ref, Function(lambda x: x * factors[0] + factors[1]))
+
+
+#: by the name of the Keras class
+HANDLERS: dict[str, Handler] = {
+    "InputLayer": _pass,
+    "EMAQuantizer": _pass,
+    "Dropout": _nothing,
+    "SpatialDropout1D": _nothing,
+    "SpatialDropout2D": _nothing,
+    "GaussianNoise": _nothing,
+    "GaussianDropout": _nothing,
+    "AlphaDropout": _nothing,
+    "ActivityRegularization": _nothing,
+    "Identity": _nothing,
+    "Activation": _function,
+    "ReLU": _function,
+    "LeakyReLU": _function,
+    "ELU": _function,
+    "Softmax": _function,
+    "Relu": _function,
+    "Relu6": _function,
+    "Sigmoid": _function,
+    "Tanh": _function,
+    "Silu": _function,
+    "Gelu": _function,
+    "Add": _join,
+    "Multiply": _join,
+    "Subtract": _join,
+    "Concatenate": _concatenate,
+    "Flatten": _flatten,
+    "Reshape": _reshape,
+    "ZeroPadding2D": _zero_padding,
+    "ZeroPadding1D": _zero_padding,
+    "Cropping2D": _zero_padding,
+    "MaxPooling2D": _pool,
+    "MaxPooling1D": _pool,
+    "AveragePooling2D": _pool,
+    "GlobalAveragePooling2D": _global_pool,
+    "GlobalAveragePooling1D": _global_pool,
+    "GlobalMaxPooling2D": _global_pool,
+    "UpSampling2D": _upsample,
+    "Rescaling": _rescale,
+}

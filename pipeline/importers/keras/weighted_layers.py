@@ -13,11 +13,11 @@ from torch import nn
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.importers.keras.translator import (
     Function,
+    Handler,
     Ref,
     Translator,
     activation,
     clean,
-    handles,
     pad,
     to_array,
 )
@@ -87,7 +87,6 @@ def _convolution(
     return translator.add(layer, [ref], _load(module, kernel, bias), shape, part)
 
 
-@handles("Conv2D", "Conv1D", "UL2QConv2D", "UL2QConv1D")
 def _conv(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[Any, ...]) -> Ref:
     _register(translator, layer, clean(layer.name))
     kernel = to_array(layer.kernel)
@@ -102,7 +101,6 @@ def _depthwise_kernel(variable: Any) -> np.ndarray:
     return to_array(variable).transpose(2, 3, 0, 1).reshape(inputs * each, 1, height, width)
 
 
-@handles("DepthwiseConv2D", "UL2QDepthwiseConv2D")
 def _depthwise(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[Any, ...]) -> Ref:
     _register(translator, layer, clean(layer.name))
     kernel = _depthwise_kernel(layer.kernel)
@@ -111,7 +109,6 @@ def _depthwise(translator: Translator, layer: Any, refs: list[Ref], shape: tuple
     return _activated(translator, layer, ref)
 
 
-@handles("SeparableConv2D")
 def _separable(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[Any, ...]) -> Ref:
     deep = _depthwise_kernel(layer.depthwise_kernel)
     middle = (*shape[:-1], len(deep))
@@ -123,7 +120,6 @@ def _separable(translator: Translator, layer: Any, refs: list[Ref], shape: tuple
     return _activated(translator, layer, ref)
 
 
-@handles("Conv2DTranspose", "UL2QConv2DTranspose")
 def _transposed(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[Any, ...]) -> Ref:
     _register(translator, layer, clean(layer.name))
     kernel = to_array(layer.kernel).transpose(3, 2, 0, 1)
@@ -148,7 +144,6 @@ def _transposed(translator: Translator, layer: Any, refs: list[Ref], shape: tupl
     return _activated(translator, layer, ref)
 
 
-@handles("Dense", "UL2QDense")
 def _dense(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[Any, ...]) -> Ref:
     (ref,) = refs
     _register(translator, layer, clean(layer.name), ref.flat)
@@ -173,7 +168,6 @@ def _turned(translator: Translator, layer: Any, ref: Ref, order: tuple[int, ...]
     return translator.add(layer, [ref], Function(lambda x: x.permute(order)), ref.shape, part)
 
 
-@handles("BatchNormalization")
 def _norm(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[Any, ...]) -> Ref:
     (ref,) = [translator.ordered(r) for r in refs]
     kind = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d}.get(len(shape))
@@ -190,3 +184,20 @@ def _norm(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[Any,
             if variable is not None:
                 getattr(module, name).copy_(torch.from_numpy(to_array(variable).astype(np.float32)))
     return translator.add(layer, [ref], module, shape)
+
+
+#: by the name of the Keras class
+HANDLERS: dict[str, Handler] = {
+    "Conv2D": _conv,
+    "Conv1D": _conv,
+    "UL2QConv2D": _conv,
+    "UL2QConv1D": _conv,
+    "DepthwiseConv2D": _depthwise,
+    "UL2QDepthwiseConv2D": _depthwise,
+    "SeparableConv2D": _separable,
+    "Conv2DTranspose": _transposed,
+    "UL2QConv2DTranspose": _transposed,
+    "Dense": _dense,
+    "UL2QDense": _dense,
+    "BatchNormalization": _norm,
+}

@@ -9,8 +9,9 @@ import keras
 from keras import ops
 
 from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.graph.operators.definition import CodeFormat
 from ul2q.pipeline.quantize import ema, ul2q
-from ul2q.runtimes.keras.integers import Format, Tensor, as_format, scale_variable
+from ul2q.runtimes.keras.integers import Tensor, as_format, scale_variable
 from ul2q.runtimes.keras.layers.weighted_base import PACKAGE
 
 FITS = ("minmax", "normal")
@@ -105,14 +106,14 @@ class EMAQuantizer(keras.layers.Layer):
         low, high = ops.minimum(low, 0.0), ops.maximum(high, 0.0)
         return ema.spread(low, ops.where(high - low < 255 * ul2q.SMALLEST_STEP, low + 1.0, high), ops)
 
-    def format(self) -> Format | None:
+    def format(self) -> CodeFormat | None:
         """Return scale and zero point as they are now; None before anything was seen."""
         if self.fixed is not None:
             return self.fixed
         if float(ops.convert_to_numpy(self.past)) >= 1:
             return None
         scale, zero_point = self._grid()
-        return Format(float(ops.convert_to_numpy(scale)), int(ops.convert_to_numpy(zero_point)))
+        return CodeFormat(float(ops.convert_to_numpy(scale)), int(ops.convert_to_numpy(zero_point)))
 
     def compute_output_shape(self, input_shape: Sequence[Any]) -> tuple[Any, ...]:
         """Return ``input_shape``."""

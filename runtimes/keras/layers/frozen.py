@@ -1,25 +1,40 @@
 """Frozen operators without weights, as ONNX Runtime's integer kernels compute them.
 
-Inputs and outputs are real values on the 8-bit grids that the configuration names (`Format`).
+Inputs and outputs are real values on the 8-bit grids that the configuration names (`CodeFormat`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import keras
 import numpy as np
 from keras import ops
 
 from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.graph.operators.definition import CodeFormat, Table
+from ul2q.pipeline.graph.operators.registry import INTEGER_OPERATORS
 from ul2q.pipeline.quantize import arithmetic
 from ul2q.runtimes.keras import integers
-from ul2q.runtimes.keras.integers import Format, Tensor, as_format
+from ul2q.runtimes.keras.integers import Tensor, as_format
 from ul2q.runtimes.keras.layers.weighted_base import PACKAGE
 
 
-class _Frozen(keras.layers.Layer):
+def _table(operator: str) -> Table:
+    """Return the table of an operator of one value, or of two that broadcast.
+
+    Raises:
+        UsageError: there is no such operator.
+    """
+    definition = INTEGER_OPERATORS.get(operator)
+    if definition is None or definition.table is None:
+        known = ", ".join(name for name, entry in INTEGER_OPERATORS.items() if entry.table is not None)
+        raise UsageError(f"function is {operator!r}: use one of {known}")
+    return definition.table
+
+
+class FrozenOperator(keras.layers.Layer):
     """An operator on codes.
 
     Args:
@@ -40,7 +55,7 @@ class _Frozen(keras.layers.Layer):
         formats = [as_format(s) for s in (*sources, out)]
         if None in formats:
             raise UsageError(f"{self.name}: every format is (scale, zero point)")
-        self.out = formats.pop() or Format(1.0, 0)
+        self.out = formats.pop() or CodeFormat(1.0, 0)
         self.sources = [f for f in formats if f is not None]
         self.onnx_name = onnx_name
 
@@ -71,16 +86,16 @@ class _Frozen(keras.layers.Layer):
         }
 
 
-class _Pair(_Frozen):
-    """An operator on two inputs that broadcast, by a table over all pairs of codes."""
+class _Pair(FrozenOperator):
+    """An operator on two inputs that broadcast, by its table over all pairs of codes."""
 
-    def _table(self) -> Any:
-        raise NotImplementedError
+    operator: ClassVar[str]
 
     def call(self, inputs: Sequence[Tensor]) -> Tensor:
         """Return the result for two ``inputs``."""
         first, second = (self._codes(i, x) for i, x in enumerate(inputs))
-        return integers.lookup(self._table(), first * 256.0 + second, self.out, self.out_scale)
+        table = _table(self.operator)(self.sources, self.out)
+        return integers.lookup(table, first * 256.0 + second, self.out, self.out_scale)
 
     def compute_output_shape(self, input_shape: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
         """Return the shape that the two broadcast to."""
@@ -92,20 +107,18 @@ class _Pair(_Frozen):
 class UL2QAdd(_Pair):
     """The sum of two quantised tensors (QLinearAdd)."""
 
-    def _table(self) -> Any:
-        return arithmetic.add_table(*self.sources[0], *self.sources[1], *self.out)
+    operator = "add"
 
 
 @keras.saving.register_keras_serializable(PACKAGE)
 class UL2QMultiply(_Pair):
     """The product of two quantised tensors (QLinearMul)."""
 
-    def _table(self) -> Any:
-        return arithmetic.mul_table(*self.sources[0], *self.sources[1], *self.out)
+    operator = "mul"
 
 
 @keras.saving.register_keras_serializable(PACKAGE)
-class UL2QConcatenate(_Frozen):
+class UL2QConcatenate(FrozenOperator):
     """Quantised tensors side by side, each brought to the grid of the output (QLinearConcat).
 
     Args:
@@ -127,10 +140,10 @@ class UL2QConcatenate(_Frozen):
 
     def compute_output_shape(self, input_shape: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
         """Return the shape of the result."""
-        found = list(input_shape[0])
+        result = list(input_shape[0])
         sizes = [shape[self.axis] for shape in input_shape]
-        found[self.axis] = None if None in sizes else sum(sizes)
-        return tuple(found)
+        result[self.axis] = None if None in sizes else sum(sizes)
+        return tuple(result)
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments of the constructor as plain types."""
@@ -138,7 +151,7 @@ class UL2QConcatenate(_Frozen):
 
 
 @keras.saving.register_keras_serializable(PACKAGE)
-class UL2QGlobalAveragePooling(_Frozen):
+class UL2QGlobalAveragePooling(FrozenOperator):
     """The mean over all positions of [N, spatial..., C] (QLinearGlobalAveragePool).
 
     Args:
@@ -170,7 +183,7 @@ class UL2QGlobalAveragePooling(_Frozen):
 
 
 @keras.saving.register_keras_serializable(PACKAGE)
-class UL2QAveragePooling2D(_Frozen):
+class UL2QAveragePooling2D(FrozenOperator):
     """Means over windows of [N, H, W, C]; padding counts (QLinearAveragePool).
 
     Args:
@@ -195,7 +208,7 @@ class UL2QAveragePooling2D(_Frozen):
         """Make the scales and the divisor."""
         super().build(input_shape)
         # A variable, like the scales: see `integers.steps`.
-        count = integers.Format(float(np.prod(self.pool_size)), 0)
+        count = CodeFormat(float(np.prod(self.pool_size)), 0)
         self.count = integers.scale_variable(self, "count", count)
 
     def call(self, inputs: Tensor) -> Tensor:
@@ -231,37 +244,37 @@ class UL2QAveragePooling2D(_Frozen):
         return {**super().get_config(), **held}
 
 
-_FUNCTIONS = ("sigmoid", "leaky_relu")
-
-
 @keras.saving.register_keras_serializable(PACKAGE)
-class UL2QActivation(_Frozen):
-    """A function of one quantised tensor, by a table over its codes.
+class UL2QActivation(FrozenOperator):
+    """A function of one quantised tensor, by its table over the codes.
 
     Args:
-        function: sigmoid or leaky_relu.
-        slope: of leaky_relu below zero.
+        function: name of an operator of the registry, for example sigmoid.
+        parameters: its parameters.
+        slope: that of leaky_relu, as files of version 0.1 hold it.
         arguments: see `UL2QAdd`.
 
     Raises:
         UsageError: an unknown function.
     """
 
-    def __init__(self, function: str, slope: float = 0.0, **arguments: Any) -> None:
+    def __init__(
+        self,
+        function: str,
+        parameters: Mapping[str, Any] | None = None,
+        slope: float | None = None,
+        **arguments: Any,
+    ) -> None:
         super().__init__(**arguments)
-        if function not in _FUNCTIONS:
-            raise UsageError(f"function is {function!r}: use one of {', '.join(_FUNCTIONS)}")
-        self.function, self.slope = function, float(slope)
+        self.codes_table = _table(function)
+        if parameters is None:
+            takes_slope = "slope" in INTEGER_OPERATORS[function].parameter_types
+            parameters = {"slope": float(slope or 0.0)} if takes_slope else {}
+        self.function, self.settings = function, dict(parameters)
 
     def call(self, inputs: Tensor) -> Tensor:
         """Return the function of ``inputs``."""
-        function = arithmetic.sigmoid
-        if self.function == "leaky_relu":
-
-            def function(x: Any) -> Any:
-                return arithmetic.leaky_relu(x, self.slope)
-
-        table = arithmetic.unary_table(function, *self.sources[0], *self.out)
+        table = self.codes_table(self.sources, self.out, **self.settings)
         return integers.lookup(table, self._codes(0, inputs), self.out, self.out_scale)
 
     def compute_output_shape(self, input_shape: Sequence[Any]) -> tuple[Any, ...]:
@@ -270,4 +283,4 @@ class UL2QActivation(_Frozen):
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments of the constructor as plain types."""
-        return {**super().get_config(), "function": self.function, "slope": self.slope}
+        return {**super().get_config(), "function": self.function, "parameters": self.settings}

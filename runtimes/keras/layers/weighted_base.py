@@ -30,10 +30,11 @@ from ul2q.pipeline.config import GRANULARITIES
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.formats import keras_layout as layout
 from ul2q.pipeline.formats import packing
+from ul2q.pipeline.graph.operators.definition import CodeFormat
 from ul2q.pipeline.quantize import arithmetic, ul2q
 from ul2q.pipeline.quantize.grid import Grid, quantize_weight, snapped_offset
 from ul2q.runtimes.keras import integers
-from ul2q.runtimes.keras.integers import Format, Tensor, as_format
+from ul2q.runtimes.keras.integers import Tensor, as_format
 
 PACKAGE = "ul2q"
 _OPTIONS = ("initializer", "regularizer", "constraint")
@@ -157,8 +158,8 @@ class Weighted(keras.layers.Layer):
             )
         if self.integer:
             self.factor = self._constant("factor", (channels,))
-            self.in_scale = integers.scale_variable(self, "in_scale", self.source or Format(1.0, 0))
-            self.out_scale = integers.scale_variable(self, "out_scale", self.out or Format(1.0, 0))
+            self.in_scale = integers.scale_variable(self, "in_scale", self.source or CodeFormat(1.0, 0))
+            self.out_scale = integers.scale_variable(self, "out_scale", self.out or CodeFormat(1.0, 0))
 
     def _constant(self, name: str, shape: tuple[int, ...], dtype: str = "float32") -> Any:
         start = "ones" if dtype == "float32" else "zeros"
@@ -225,7 +226,7 @@ class Weighted(keras.layers.Layer):
             total = integers.whole(self.apply_kernel(*part)) + total
             start = end
         return integers.requantize(
-            total, ops.convert_to_tensor(self.factor), self.out or Format(1.0, 0), self.out_scale
+            total, ops.convert_to_tensor(self.factor), self.out or CodeFormat(1.0, 0), self.out_scale
         )
 
     # Weights in and out

@@ -1,9 +1,18 @@
-"""The Keras layers that stand for each ONNX operator; `HANDLERS` lists them by operator.
+"""The Keras layers that stand for each ONNX operator.
 
 Images are [N, H, W, C] where the file has [N, C, H, W], sequences [N, L, C] where it has [N, C, L].
 """
 
-from ul2q.runtimes.keras.load.operators import combining, moving, weighted
-from ul2q.runtimes.keras.load.operators.registry import HANDLERS, Value
+from ul2q.runtimes.keras.load.conversion import Handler
+from ul2q.runtimes.keras.load.operators import functions, integer, moving, pooling, weighted
 
-__all__ = ["HANDLERS", "Value", "combining", "moving", "weighted"]
+#: by ONNX operator
+HANDLERS: dict[str, Handler] = {
+    **weighted.HANDLERS,
+    **moving.HANDLERS,
+    **pooling.HANDLERS,
+    **functions.HANDLERS,
+    **integer.HANDLERS,
+}
+
+__all__ = ["HANDLERS"]
