@@ -51,6 +51,7 @@ class _Signal:
         open_to: what may still be fused behind: "norm" and "relu".
         uses: number of layers that read it.
         rounded: the signal behind its quantiser, once that exists.
+        clip: (low, high) of the ReLU that is fused behind its anchor, or None.
     """
 
     tensor: Any
@@ -60,6 +61,7 @@ class _Signal:
     open_to: tuple[str, ...] = ()
     uses: int = 1
     rounded: _Signal | None = None
+    clip: tuple[float, float | None] | None = None
 
 
 def quantize_model(
@@ -226,14 +228,15 @@ class _Cloning:
 
     def _fused(self, layer: Any, signal: _Signal) -> _Signal | None:
         """Return the signal behind a batch norm or ReLU that belongs to the integer layer before it."""
+        clip = None
         if isinstance(layer, layers.BatchNormalization) and "norm" in signal.open_to:
             left: tuple[str, ...] = ("relu",)
         elif _is_relu(layer) and "relu" in signal.open_to:
-            left = ()
+            left, clip = (), (0.0, _relu_limit(layer))
         else:
             return None
         tensor = self._call(layer, (signal,), {}, {id(signal): signal.tensor})
-        return _Signal(tensor, anchor=signal.anchor, source=layer.name, open_to=left)
+        return _Signal(tensor, anchor=signal.anchor, source=layer.name, open_to=left, clip=clip)
 
     # Quantisers
 
@@ -258,7 +261,7 @@ class _Cloning:
         # Every call of a layer has a range of its own: a ReLU may be fused behind one of them only.
         self.calls[behind] += 1
         name = f"{behind}_quantizer" + (f"_{self.calls[behind]}" if self.calls[behind] > 1 else "")
-        quantizer = EMAQuantizer(fit=self.fit, behind=behind, name=name, dtype="float32")
+        quantizer = EMAQuantizer(fit=self.fit, behind=behind, clip=signal.clip, name=name, dtype="float32")
         return _Signal(quantizer(signal.tensor), coded=True, source=signal.source)
 
     # Layers
@@ -315,7 +318,7 @@ class _Cloning:
         if function in (keras.activations.relu, keras.activations.relu6) and signal.open_to:
             limit = 6.0 if function is keras.activations.relu6 else None
             relu = self._once(layer, "relu", lambda name: layers.ReLU(limit, name=name))
-            return _Signal(relu(signal.tensor), anchor=signal.anchor, source=layer.name)
+            return _Signal(relu(signal.tensor), anchor=signal.anchor, source=layer.name, clip=(0.0, limit))
         activation = self._once(layer, "activation", lambda name: layers.Activation(function, name=name))
         return cast(_Signal, self._visit(activation, (signal,), {}))
 
@@ -385,6 +388,13 @@ def _is_relu(layer: Any, *, plain: bool = False) -> bool:
         allowed = [keras.activations.relu] if plain else [keras.activations.relu, keras.activations.relu6]
         return layer.activation in allowed
     return type(layer).__name__ == "Relu" or (type(layer).__name__ == "Relu6" and not plain)
+
+
+def _relu_limit(layer: Any) -> float | None:
+    """Return the upper bound of a ReLU or ReLU6, None where there is none."""
+    if isinstance(layer, layers.ReLU):
+        return layer.max_value
+    return None if _is_relu(layer, plain=True) else 6.0
 
 
 def _nearest(layer: Any) -> bool:

@@ -33,6 +33,8 @@ class EMAQuantizer(keras.layers.Layer):
         grid: (scale, zero point) of a file, or None.
         behind: name of the layer whose output this is; an exporter finds the quantiser by it.
         onnx_name: name of the tensor in the file it came from.
+        clip: (low, high) of a clamp before it that the rounding of a file performs, so that the range stays
+            within; None where there is no upper bound.
         options: arguments of every Keras layer.
 
     Raises:
@@ -46,6 +48,7 @@ class EMAQuantizer(keras.layers.Layer):
         grid: Sequence[Any] | None = None,
         behind: str | None = None,
         onnx_name: str | None = None,
+        clip: Sequence[float | None] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(autocast=False, **options)
@@ -56,6 +59,7 @@ class EMAQuantizer(keras.layers.Layer):
         self.fit, self.momentum = fit, float(momentum)
         self.fixed = as_format(grid)
         self.behind, self.onnx_name = behind, onnx_name
+        self.clip = None if clip is None else tuple(clip)
         self.observing = False
         """Whether calls outside training take part in the averages (see `calibrate`)."""
 
@@ -103,6 +107,9 @@ class EMAQuantizer(keras.layers.Layer):
             sigma = ops.sqrt(ops.maximum(square - mean * mean, 0.0))
             reach = 127.5 * ul2q.LAMBDA[8] * sigma
             low, high = mean - reach, mean + reach
+        if self.clip is not None:
+            low = low if self.clip[0] is None else ops.maximum(low, self.clip[0])
+            high = high if self.clip[1] is None else ops.minimum(high, self.clip[1])
         low, high = ops.minimum(low, 0.0), ops.maximum(high, 0.0)
         return ema.spread(low, ops.where(high - low < 255 * ul2q.SMALLEST_STEP, low + 1.0, high), ops)
 
@@ -128,6 +135,7 @@ class EMAQuantizer(keras.layers.Layer):
             "grid": None if self.fixed is None else list(self.fixed),
             "behind": self.behind,
             "onnx_name": self.onnx_name,
+            **({} if self.clip is None else {"clip": list(self.clip)}),
         }
 
     def save_own_variables(self, store: Any) -> None:

@@ -170,6 +170,9 @@ KERAS_FORMS: dict[str, KerasForm] = {
     ),
 }
 
+#: why an operator has no form in Keras
+WITHOUT_KERAS: dict[str, str] = {}
+
 #: Keras' layers with weights and their μL2Q forms
 WEIGHTED_LAYERS: dict[type, type[Weighted]] = {
     layers.Conv1D: UL2QConv1D,

@@ -97,5 +97,6 @@ def _rounding(
 HANDLERS: dict[str, Handler] = {
     onnx_type: partial(_convert, definition)
     for definition in INTEGER_OPERATORS.values()
+    if definition.name in KERAS_FORMS
     for onnx_type in (definition.onnx_type, *KERAS_FORMS[definition.name].onnx_types)
 }
