@@ -309,10 +309,10 @@ def bench_apart(
         JobError: the process failed.
         UsageError: a file is missing, not ONNX, or truncated.
     """
-    found: dict[str, Any] = _apart(
+    measured: dict[str, Any] = _apart(
         f"time of {path}", bench, model=str(path), against=str(against), threads=threads, runs=runs
     )
-    return found
+    return measured
 
 
 def _apart(what: str, function: Callable[..., Any], **arguments: Any) -> Any:

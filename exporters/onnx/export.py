@@ -251,11 +251,11 @@ def _drop_zero_biases(model: ir.Model) -> None:
         return scalar or node.op_type in {"Shape", "Expand", "CastLike"}
 
     optimizer.fold_constants(model, should_fold=makes_zeros)
-    found = [
+    bias_rules = [
         rules.remove_optional_bias_from_conv_rule,
         rules.remove_optional_bias_from_conv_transpose_rule,
     ]
-    RewriteRuleSet(found).apply_to_model(model)
+    RewriteRuleSet(bias_rules).apply_to_model(model)
 
 
 def _is_scalar(value: ir.Value | None) -> bool:

@@ -30,5 +30,5 @@ def keras_metadata(path: Path) -> dict[str, Any]:
         raise
     except (*DAMAGED_ZIP, OSError) as error:
         raise UsageError(f"{path} is no .keras file, or it is damaged: save the model again") from error
-    found = document.get("ul2q", {}) if isinstance(document, dict) else {}
-    return found if isinstance(found, dict) else {}
+    notes = document.get("ul2q", {}) if isinstance(document, dict) else {}
+    return notes if isinstance(notes, dict) else {}

@@ -56,8 +56,8 @@ def walk(model: keras.Model, inputs: list[Any], visit: Visit) -> list[Any]:
         return run
 
     # What keras.models.clone_model does; only here values are not Keras tensors, and no layer is called.
-    found = model._run_through_graph(_structured(model, inputs), operation_fn=step)
-    return list(keras.tree.flatten(found))
+    outputs = model._run_through_graph(_structured(model, inputs), operation_fn=step)
+    return list(keras.tree.flatten(outputs))
 
 
 def _structured(model: keras.Model, inputs: list[Any]) -> Any:

@@ -276,10 +276,10 @@ class LayerBuilder:
 
 
 def _ancestors(node: fx.Node) -> list[fx.Node]:
-    found = [node]
-    for n in found:
-        found.extend(i for i in n.all_input_nodes if i not in found)
-    return found
+    ancestors = [node]
+    for n in ancestors:
+        ancestors.extend(i for i in n.all_input_nodes if i not in ancestors)
+    return ancestors
 
 
 def _arguments(node: fx.Node) -> list[Any]:

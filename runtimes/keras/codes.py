@@ -16,12 +16,12 @@ Array = NDArray[Any]
 
 def coded_layers(model: keras.Model) -> dict[str, tuple[keras.layers.Layer, CodeFormat]]:
     """Return the layers of a frozen model that put out codes, by their names in the file, with the format."""
-    found: dict[str, tuple[keras.layers.Layer, CodeFormat]] = {}
+    layers: dict[str, tuple[keras.layers.Layer, CodeFormat]] = {}
     for layer in model.layers:
         out = layer.fixed if isinstance(layer, EMAQuantizer) else getattr(layer, "out", None)
         if isinstance(out, CodeFormat) and getattr(layer, "onnx_name", None):
-            found[layer.onnx_name] = (layer, out)
-    return found
+            layers[layer.onnx_name] = (layer, out)
+    return layers
 
 
 def run_with_codes(

@@ -43,13 +43,13 @@ def _padding(layer: Any, sizes: Sequence[Any]) -> list[tuple[int, int]]:
         return [(0, 0) for _ in sizes]
     if layer.padding != "same":
         raise UsageError(f"{layer.name} has {layer.padding} padding: put a ZeroPadding1D before it instead")
-    found = []
+    pads = []
     for size, kernel, stride, dilation in zip(
         sizes, layer.kernel_size, layer.strides, layer.dilation_rate, strict=True
     ):
         total = max((-(-size // stride) - 1) * stride + dilation * (kernel - 1) + 1 - size, 0)
-        found.append((total // 2, total - total // 2))
-    return found
+        pads.append((total // 2, total - total // 2))
+    return pads
 
 
 def _activated(translator: Translator, layer: Any, ref: Ref) -> Ref:

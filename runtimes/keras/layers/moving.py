@@ -58,9 +58,9 @@ class Part(keras.layers.Layer):
 
     def compute_output_shape(self, input_shape: Sequence[Any]) -> tuple[Any, ...]:
         """Return the shape of the part."""
-        found = list(input_shape)
-        found[self.axis] = len(range(found[self.axis])[self.start : self.end])
-        return tuple(found)
+        shape = list(input_shape)
+        shape[self.axis] = len(range(shape[self.axis])[self.start : self.end])
+        return tuple(shape)
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments of the constructor."""

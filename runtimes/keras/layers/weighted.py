@@ -16,10 +16,10 @@ Padding = str | Sequence[Sequence[int]]
 
 
 def _tuple(value: int | Sequence[int], rank: int, name: str) -> tuple[int, ...]:
-    found = (value,) * rank if isinstance(value, int) else tuple(int(v) for v in value)
-    if len(found) != rank or min(found) < 1:
+    sizes = (value,) * rank if isinstance(value, int) else tuple(int(v) for v in value)
+    if len(sizes) != rank or min(sizes) < 1:
         raise UsageError(f"{name} is {value!r}: give a positive number, or {rank} of them")
-    return found
+    return sizes
 
 
 def _padding(value: Padding, rank: int) -> Padding:
@@ -27,10 +27,10 @@ def _padding(value: Padding, rank: int) -> Padding:
         if value not in ("valid", "same"):
             raise UsageError(f"padding is {value!r}: use valid, same, or (before, after) for every axis")
         return value
-    found = [[int(p) for p in pair] for pair in value]
-    if len(found) != rank or any(len(pair) != 2 or min(pair) < 0 for pair in found):
+    pads = [[int(p) for p in pair] for pair in value]
+    if len(pads) != rank or any(len(pair) != 2 or min(pair) < 0 for pair in pads):
         raise UsageError(f"padding is {value!r}: give (before, after) for each of {rank} axes")
-    return found
+    return pads
 
 
 def _check_layout(data_format: str | None, name: str) -> None:
@@ -124,18 +124,18 @@ class _Conv(Weighted):
         return (input_shape[0], *self._spatial(input_shape[1:-1]), self.filters)
 
     def _spatial(self, sizes: Sequence[int | None]) -> list[int | None]:
-        found: list[int | None] = []
+        spatial: list[int | None] = []
         for i, size in enumerate(sizes):
             if size is None:
-                found.append(None)
+                spatial.append(None)
                 continue
             if self.padding == "same":
-                found.append(-(-size // self.strides[i]))
+                spatial.append(-(-size // self.strides[i]))
                 continue
             pads = 0 if isinstance(self.padding, str) else sum(self.padding[i])
             reach = self.dilation_rate[i] * (self.kernel_size[i] - 1) + 1
-            found.append((size + pads - reach) // self.strides[i] + 1)
-        return found
+            spatial.append((size + pads - reach) // self.strides[i] + 1)
+        return spatial
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments of the constructor as plain types."""
@@ -289,16 +289,16 @@ class UL2QConv2DTranspose(_Conv):
 
     def compute_output_shape(self, input_shape: Sequence[Any]) -> tuple[Any, ...]:
         """Return the shape of the output for inputs of ``input_shape``."""
-        found: list[int | None] = []
+        sizes: list[int | None] = []
         for size, stride, kernel, crop in zip(
             input_shape[1:-1], self.strides, self.kernel_size, self.crop, strict=True
         ):
             if size is None:
-                found.append(None)
+                sizes.append(None)
                 continue
             more = max(kernel - stride, 0) if self.padding == "valid" else 0
-            found.append(size * stride + more - sum(crop))
-        return (input_shape[0], *found, self.filters)
+            sizes.append(size * stride + more - sum(crop))
+        return (input_shape[0], *sizes, self.filters)
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments of the constructor as plain types."""

@@ -359,10 +359,10 @@ class Weighted(keras.layers.Layer):
 def _options(held: dict[str, Any]) -> dict[str, Any]:
     get = {"initializer": keras.initializers.get, "regularizer": keras.regularizers.get,
            "constraint": keras.constraints.get}  # fmt: skip
-    found = {key: get[key.rpartition("_")[2]](value) for key, value in held.items()}
+    options = {key: get[key.rpartition("_")[2]](value) for key, value in held.items()}
     for name, default in (("kernel", "glorot_uniform"), ("bias", "zeros")):
-        found[f"{name}_initializer"] = found[f"{name}_initializer"] or keras.initializers.get(default)
-    return found
+        options[f"{name}_initializer"] = options[f"{name}_initializer"] or keras.initializers.get(default)
+    return options
 
 
 def _numpy(variable: Any) -> NDArray[Any]:
