@@ -50,7 +50,7 @@ def _function(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[
         if layer.negative_slope:
             return _elementwise(translator, layer, ref, nn.LeakyReLU(layer.negative_slope))
         return _elementwise(translator, layer, ref, nn.ReLU() if layer.max_value is None else nn.ReLU6())
-    if kind == "LeakyReLU":
+    if kind in ("LeakyReLU", "LeakyRelu"):
         return _elementwise(translator, layer, ref, nn.LeakyReLU(layer.negative_slope))
     if kind == "ELU":
         return _elementwise(translator, layer, ref, nn.ELU(layer.alpha))
@@ -176,6 +176,7 @@ HANDLERS: dict[str, Handler] = {
     "Activation": _function,
     "ReLU": _function,
     "LeakyReLU": _function,
+    "LeakyRelu": _function,
     "ELU": _function,
     "Softmax": _function,
     "Relu": _function,

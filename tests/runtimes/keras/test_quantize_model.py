@@ -1,0 +1,120 @@
+"""Models of Keras layers are quantised, calibrated, exported, and agree with their file, code for code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("keras", reason="Keras is not installed: pip install 'ul2q[keras]'")
+
+import keras
+from keras import layers
+
+from ul2q.exporters.keras.to_onnx import to_onnx
+from ul2q.pipeline.graph.operators.chains import CHAINS
+from ul2q.runtimes import onnxruntime as runtime
+from ul2q.runtimes.keras import EMAQuantizer, calibrate, load_onnx, quantize_model
+from ul2q.runtimes.keras.codes import channels_first
+from ul2q.runtimes.keras.layers.registry import KERAS_FORMS
+
+IMAGES, ROWS = (8, 8, 2), (6,)
+#: activations that run on integers: operators of one value, chains, and what rounding itself performs
+ACTIVATIONS = [name for name in (*KERAS_FORMS, *CHAINS) if hasattr(keras.activations, name)] + [
+    "relu",
+    "relu6",
+]
+
+
+def agree(model: keras.Model, shape: tuple[int, ...], path: Path, fit: str = "minmax") -> None:
+    """Check that the model to train, the file and the frozen model compute the same, on integers only."""
+    x = np.random.default_rng(0).standard_normal((32, *shape)).astype(np.float32)
+    quantized = quantize_model(model, 2, fit=fit)
+    calibrate(quantized, [x])
+    assert to_onnx(quantized, path).lowered.float_operators == ()
+    live = runtime.session(path)
+    expected = next(iter(runtime.run(live, {live.get_inputs()[0].name: channels_first(x)}).values()))
+    np.testing.assert_array_equal(np.asarray(load_onnx(path)(x)), expected)
+    np.testing.assert_allclose(np.asarray(quantized(x)), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", ["a layer", "an argument", "an operation"])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_a_model_with_the_activation_inside_and_at_its_end(name: str, how: str, tmp_path: Path) -> None:
+    assert {"sigmoid", "leaky_relu", "silu"} <= set(ACTIVATIONS)
+    keras.utils.set_random_seed(0)
+    activation = name if how == "an argument" else None
+
+    def activate(x: Any) -> Any:
+        if how == "a layer":
+            return layers.Activation(name)(x)
+        return getattr(keras.ops, name)(x) if how == "an operation" else x
+
+    start = keras.Input(IMAGES)
+    x = activate(layers.Conv2D(4, 3, activation=activation)(start))
+    x = layers.Flatten()(layers.Conv2D(3, 3)(x))
+    end = activate(layers.Dense(5, activation=activation)(x))
+    agree(keras.Model(start, end), IMAGES, tmp_path / "model.onnx")
+
+
+@pytest.mark.parametrize("name", ["relu", "relu6"])
+def test_a_normal_range_behind_a_relu_starts_at_zero(name: str, tmp_path: Path) -> None:
+    """The file performs the ReLU by saturating at the zero point, which must stand for 0."""
+    keras.utils.set_random_seed(0)
+    start = keras.Input(IMAGES)
+    x = layers.Conv2D(4, 3, activation=name)(start)
+    x = layers.Activation(name)(layers.Conv2D(3, 3)(x))
+    agree(keras.Model(start, layers.Dense(5)(layers.Flatten()(x))), IMAGES, tmp_path / "model.onnx", "normal")
+
+
+def twice(make: Callable[[], Any]) -> Callable[[], keras.Model]:
+    """Return a network in which one layer of ``make`` follows two dense layers."""
+
+    def network() -> keras.Model:
+        shared, start = make(), keras.Input(ROWS)
+        x = shared(layers.Dense(6)(start))
+        return keras.Model(start, layers.Dense(3)(shared(layers.Dense(6)(x))))
+
+    return network
+
+
+def dense_twice() -> keras.Model:
+    start, shared = keras.Input(ROWS), layers.Dense(6, activation="sigmoid")
+    return keras.Model(start, layers.Dense(3)(shared(shared(start))))
+
+
+def add_twice() -> keras.Model:
+    start, shared, dense = keras.Input(ROWS), layers.Add(), layers.Dense(6)
+    x = shared([dense(start), start])
+    return keras.Model(start, layers.Dense(3)(shared([dense(x), x])))
+
+
+def convolution_twice() -> keras.Model:
+    """A ReLU is fused behind the first call only."""
+    start, shared = keras.Input(IMAGES), layers.Conv2D(2, 3, padding="same")
+    x = shared(layers.ReLU()(shared(start)))
+    return keras.Model(start, layers.Dense(4)(layers.Flatten()(x)))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        dense_twice, add_twice, convolution_twice, twice(lambda: layers.Activation("sigmoid")),
+        twice(layers.ReLU), twice(lambda: layers.Activation("silu")), twice(layers.BatchNormalization),
+    ],
+    ids=["dense", "add", "convolution", "sigmoid", "relu", "silu", "batch norm"],
+)  # fmt: skip
+def test_layers_that_are_called_twice(make: Callable[[], keras.Model], tmp_path: Path) -> None:
+    keras.utils.set_random_seed(0)
+    model = make()
+    agree(model, tuple(model.inputs[0].shape[1:]), tmp_path / "model.onnx")
+
+
+def test_quantisers_come_back_from_their_configuration() -> None:
+    quantizer = EMAQuantizer(fit="normal", behind="conv", clip=(0.0, None))
+    copy = EMAQuantizer.from_config(quantizer.get_config())
+    assert (copy.fit, copy.behind, copy.clip) == ("normal", "conv", (0.0, None))
+    assert "clip" not in EMAQuantizer().get_config()
