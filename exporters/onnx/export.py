@@ -30,6 +30,7 @@ from ul2q.exporters.onnx.serialize import serialized
 from ul2q.exporters.onnx.weight_storage import Unpacker
 from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.errors import UsageError, first_line
+from ul2q.pipeline.formats import metadata as metadata_keys
 from ul2q.pipeline.graph.capture import Captured, quiet
 from ul2q.pipeline.graph.integer_modules import LoweredWeight
 from ul2q.pipeline.graph.lower import Lowered
@@ -136,10 +137,10 @@ def export_lowered(
     narrow(graph)
     sites = finish(exported, lowered.input_names, lowered.output_names, lowered.weights, wide)
     entries = {
-        "ul2q.version": __version__,
-        "ul2q.min_onnxruntime": OPSETS[opset][1],
-        "ul2q.layers": layers_json(lowered.weights, storage),
-        "ul2q.seed": str(config.seed),
+        metadata_keys.VERSION: __version__,
+        metadata_keys.MIN_ONNXRUNTIME: OPSETS[opset][1],
+        metadata_keys.LAYERS: layers_json(lowered.weights, storage),
+        metadata_keys.SEED: str(config.seed),
         **(metadata or {}),
     }
     exported.metadata_props.update(sorted(entries.items()))

@@ -265,19 +265,19 @@ class Floats(nn.Module):
         self.head = nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.gelu(self.group(self.b(F.silu(self.a(x)))))
+        x = F.gelu(self.group(self.b(F.hardswish(self.a(x)))))
         x = self.norm(self.up(x)).softmax(1)
         return self.head(x.amax((2, 3))).log_softmax(1)
 
 
-@pytest.mark.case("silu", "gelu", "softmax", "group-norm", "transposed-conv2d", outcome="float")
+@pytest.mark.case("gelu", "softmax", "group-norm", "transposed-conv2d", outcome="float")
 def test_float_operators_are_listed_and_at_most_a_step_off(
     deploy: Any, randomise: Callable[[Any], Any]
 ) -> None:
     torch.manual_seed(0)
     found = deploy(randomise(Floats()), [torch.randn(12, 3, 8, 8)], wbits=4)
     assert found.lowered.float_operators == (
-        "silu", "group_norm", "gelu", "up", "norm", "softmax", "amax", "log_softmax",
+        "hardswish", "group_norm", "gelu", "up", "norm", "softmax", "amax", "log_softmax",
     )  # fmt: skip
     parity = found.verify()
     assert parity.first_steps <= 1

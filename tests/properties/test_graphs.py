@@ -156,7 +156,6 @@ def layer(draw: Draw, kind: str, x: Tensor) -> nn.Module:
 
 #: what runs in float, and may be one step off
 FLOAT = {
-    "silu",
     "hardswish",
     "gate",
     "scale",

@@ -20,6 +20,7 @@ from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.formats.metadata import LAYERS, grid_from_entry
 from ul2q.pipeline.quantize.grid import Grid
 from ul2q.runtimes.onnxruntime import load_model
 
@@ -109,24 +110,17 @@ class Network:
         entry = self.layers.get(layer)
         if entry is None:
             raise UsageError(f"{self.file}: ul2q.layers says nothing of {layer}: compress the model again")
-        m = int(entry.get("m", 0))
-        multiplier = 2 * m or 1
-        offset = np.asarray(entry["z"] if m else entry["o"], np.int32) + m
-        alpha, beta = np.asarray(entry["alpha"], np.float32), np.asarray(entry["beta"], np.float32)
+        grid = grid_from_entry(entry)
         wide = values.stored.astype(np.int32) - values.zero_point
+        offset = grid.offset
         channel = offset.reshape(-1, *[1] * (wide.ndim - 1)) if offset.ndim else offset
-        q, rest = np.divmod(wide - channel, multiplier)
-        half = 2 ** (entry["k"] - 1)
+        q, rest = np.divmod(wide - channel, grid.multiplier)
+        half = 2 ** (grid.k - 1)
         if rest.any() or q.min() < -half or q.max() >= half:
             raise UsageError(
-                f"{self.file}: the weights of {layer} are not the {entry['k']}-bit codes that "
+                f"{self.file}: the weights of {layer} are not the {grid.k}-bit codes that "
                 "ul2q.layers describes: compress the model again"
             )
-        scale = np.where(alpha > 0, alpha / np.float32(multiplier), np.float32(1)).astype(np.float32)
-        grid = Grid(
-            k=entry["k"], alpha=alpha, beta=beta, scale=scale, multiplier=multiplier, offset=offset,
-            zero_point=int(entry["zero_point"]),
-        )  # fmt: skip
         factor = np.ones(1, np.float32) if values.scale is None else values.scale.reshape(-1)
         return Weight(layer, q.astype(np.int8), grid, entry["granularity"], factor)
 
@@ -162,13 +156,13 @@ def read_network(path: str | Path) -> Network:
     model = load_model(path)
     file = Path(path).name
     metadata = {entry.key: entry.value for entry in model.metadata_props}
-    if "ul2q.layers" not in metadata:
+    if LAYERS not in metadata:
         raise UsageError(
             f"{file} was not written by ul2q: only a model.onnx of `pipeline compress` can be loaded; "
             "compress the model that it came from"
         )
     try:
-        rows = json.loads(metadata["ul2q.layers"])
+        rows = json.loads(metadata[LAYERS])
         layers = {row["name"]: row for row in rows}
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise UsageError(

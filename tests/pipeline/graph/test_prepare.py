@@ -112,15 +112,23 @@ def test_integer_operators_have_sites_and_moving_ones_have_none() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.case("silu", outcome="works")
+def test_an_activation_that_is_a_chain_has_a_site_for_each_part() -> None:
+    found = prepared(lambda s, x: s.b(F.silu(s.a(x))), "a b")
+    assert sites(found) == {
+        "inputs_0": "inputs_0", "a": "a", "sigmoid": "sigmoid", "mul": "mul.Tensor", "b": "b"
+    }  # fmt: skip
+
+
 def test_float_values_are_rounded_once_and_only_where_integers_read_them() -> None:
     def run(s: Any, x: Tensor) -> Tensor:
-        y = F.silu(s.a(x))  # float between two sites
+        y = F.hardswish(s.a(x))  # float between two sites
         y = y + s.b(y) + s.c(y)
         return torch.tanh(y)  # read by nothing: no site behind it
 
     found = prepared(run, "a b c")
     assert sites(found) == {
-        "inputs_0": "inputs_0", "a": "a", "silu": "silu", "b": "b", "add": "add.Tensor", "c": "c",
+        "inputs_0": "inputs_0", "a": "a", "hardswish": "hardswish", "b": "b", "add": "add.Tensor", "c": "c",
         "add__2": "add.Tensor",
     }  # fmt: skip
 
