@@ -12,7 +12,7 @@ import inspect
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from ul2q.pipeline.errors import UsageError
 
@@ -31,14 +31,14 @@ class Architecture:
             ``num_classes``, and ``input_size`` (height, width) if the weights depend on it.
         input_shape: (C, H, W) of one input when no argument is given.
         num_classes: classes when no argument is given.
-        task: ``classification`` (logits [N, num_classes]) or ``dense`` (one value in 0..1 for every pixel and
-            class, [N, num_classes, H, W]).
+        task: name in ``ul2q.pipeline.tasks.TASKS``: ``classification`` (logits [N, num_classes]) or ``dense``
+            (one value in 0..1 per pixel and class, [N, num_classes, H, W]).
     """
 
     build: Callable[..., nn.Module]
     input_shape: tuple[int, int, int]
     num_classes: int
-    task: Literal["classification", "dense"] = "classification"
+    task: str = "classification"
 
     @property
     def parameters(self) -> tuple[str, ...]:

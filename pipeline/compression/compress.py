@@ -38,8 +38,8 @@ from ul2q.pipeline.progress import Progress
 from ul2q.pipeline.report import schema
 from ul2q.pipeline.storage.atomic import check_output, check_output_folder, replacing_folder
 from ul2q.pipeline.storage.lock import claimed
+from ul2q.pipeline.tasks import task_for
 from ul2q.pipeline.tasks.losses import Loss, default_loss
-from ul2q.pipeline.tasks.task import task_for
 from ul2q.runtimes.keras_import import require_keras
 
 

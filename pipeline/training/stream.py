@@ -17,7 +17,7 @@ from ul2q.pipeline.data import Dataset, Pass
 from ul2q.pipeline.data.counter_rng import uniforms
 from ul2q.pipeline.errors import UsageError, quantity
 from ul2q.pipeline.kfac import schemes
-from ul2q.pipeline.tasks.task import Task
+from ul2q.pipeline.tasks import Task
 from ul2q.pipeline.training.ranks import Ranks
 from ul2q.pipeline.training.settings import Settings
 

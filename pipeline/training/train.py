@@ -29,8 +29,8 @@ from ul2q.pipeline.kfac import KFAC, collect_factors, convert_sync_batch_norm
 from ul2q.pipeline.progress import Progress
 from ul2q.pipeline.storage.atomic import check_output
 from ul2q.pipeline.storage.lock import claimed
-from ul2q.pipeline.tasks.accuracy import evaluation_batch
-from ul2q.pipeline.tasks.task import check_network, task_for
+from ul2q.pipeline.tasks import check_network, task_for
+from ul2q.pipeline.tasks.inference import evaluation_batch
 from ul2q.pipeline.training.ranks import Ranks
 from ul2q.pipeline.training.settings import Settings, resolve
 from ul2q.pipeline.training.stream import Stream, reseed
@@ -151,8 +151,8 @@ def _check_data(data: DataSplits, config: TrainConfig) -> None:
     task = task_for(data)
     task.check(data)
     check_network(config.arch, task, config.data)
-    if config.fisher is not None and data.dense:
-        raise UsageError("--fisher samples classes: leave it out for data with masks")
+    if config.fisher is not None and not task.has_fisher:
+        raise UsageError(f"`fisher` samples classes: leave it out for data with {task.targets}")
 
 
 def _check_same(ranks: Ranks, config: TrainConfig, data: DataSplits) -> None:

@@ -11,7 +11,7 @@ from torch.nn.utils import get_total_norm
 
 from ul2q.pipeline.config import TrainConfig
 from ul2q.pipeline.kfac import KFAC, Options
-from ul2q.pipeline.tasks.task import Task
+from ul2q.pipeline.tasks import Task
 from ul2q.pipeline.training.ranks import Ranks
 from ul2q.pipeline.training.settings import SIMILAR, Settings
 from ul2q.pipeline.training.step_recipes import StepRecipe

@@ -12,7 +12,7 @@ import torch
 from ul2q.pipeline.config import TrainConfig
 from ul2q.pipeline.data import ArrayDataset, Preprocess
 from ul2q.pipeline.errors import UsageError
-from ul2q.pipeline.tasks.task import Classification
+from ul2q.pipeline.tasks import Classification
 from ul2q.pipeline.training.ranks import Ranks
 from ul2q.pipeline.training.settings import resolve
 from ul2q.pipeline.training.stream import Stream, cut

@@ -16,7 +16,7 @@ from ul2q.pipeline.data import load_data
 from ul2q.pipeline.errors import JobError, UsageError
 from ul2q.pipeline.importers.checkpoint import load_checkpoint
 from ul2q.pipeline.progress import Progress
-from ul2q.pipeline.tasks import task
+from ul2q.pipeline.tasks import classification
 from ul2q.pipeline.tasks.accuracy import measure_accuracy
 from ul2q.pipeline.training import train as training
 from ul2q.pipeline.training.ranks import Ranks
@@ -189,7 +189,7 @@ def test_test_samples_are_used_once_and_after_training(
         sizes.append(len(dataset))
         return measure_accuracy(model, dataset, batch_size)
 
-    monkeypatch.setattr(task, "measure_accuracy", watched)
+    monkeypatch.setattr(classification, "measure_accuracy", watched)
     train(config(data), tmp_path / "a.pt")
     assert sizes == [15, 15, 15, 30]
 
