@@ -7,11 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.quantize.registry import ACT_FITS, DEFAULT_QUANTIZER, GRANULARITIES, check_quantizer
 
-GRANULARITIES = ("tensor", "channel")
-ACT_FITS = ("auto", "normal", "rectified", "minmax")
-QUANTIZERS = {"ul2q": range(1, 9), "bwn": (1,), "twn": (2,), "fixed": range(2, 9), "dorefa": range(1, 9)}
-"""Weight quantisers, and the widths in bits that each has."""
 OPTIMIZERS = ("kfac", "sgd", "adam")
 STORAGES = ("table", "int2")
 TRANSPORTS = ("float32", "float16", "bfloat16")
@@ -30,19 +27,6 @@ def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
 def _positive(name: str, value: float | None, *, zero: bool = False) -> None:
     if value is not None and not (value > 0 or (zero and value == 0)):
         raise UsageError(f"{name} is {value}: it must be {'at least 0' if zero else 'positive'}")
-
-
-def check_quantizer(quantizer: str, k: int) -> None:
-    """Check that a quantiser exists and has the width ``k``.
-
-    Raises:
-        UsageError: it has not.
-    """
-    _one_of("quantizer", quantizer, tuple(QUANTIZERS))
-    widths = QUANTIZERS[quantizer]
-    if k not in widths:
-        shown = f"{widths[0]}" if len(widths) == 1 else f"{widths[0]} to {widths[-1]}"
-        raise UsageError(f"{quantizer} has no {k}-bit weights: give --wbits {shown}, or another --quantizer")
 
 
 class _Config:
@@ -78,8 +62,7 @@ class QuantConfig(_Config):
         abits: activation width, 8, or 32 for float activations.
         granularity: one (μ, σ) per weight ``tensor`` [P], or per output ``channel``.
         act_fit: how activation ranges are fitted; ``auto`` measures all fits and keeps the best.
-        quantizer: how weights are quantised: ``ul2q``, or for comparison ``bwn`` (1 bit), ``twn`` (2 bits,
-            three levels), ``fixed`` or ``dorefa``.
+        quantizer: weight quantiser, a name in `ul2q.pipeline.quantize.registry.QUANTIZERS`.
         epochs: fine-tuning epochs; None means 5 for wbits <= 4 and 0 above.
         optimizer: optimiser of the fine-tuning.
         lr: its learning rate; None means the optimiser's own default.
@@ -95,7 +78,7 @@ class QuantConfig(_Config):
     abits: int = 8
     granularity: str = "tensor"
     act_fit: str = "auto"
-    quantizer: str = "ul2q"
+    quantizer: str = DEFAULT_QUANTIZER
     epochs: int | None = None
     optimizer: str = "adam"
     lr: float | None = None

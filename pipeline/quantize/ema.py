@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from scipy.optimize import brentq, minimize_scalar
 from scipy.special import ndtr
 
-from ul2q.pipeline.config import ACT_FITS
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.quantize import ul2q
 from ul2q.pipeline.quantize.histogram import Histogram
+from ul2q.pipeline.quantize.registry import ACT_FITS
 
 MOMENTUM: Final = 0.9
 """Weight of the past in each update (the value of the authors' code)."""

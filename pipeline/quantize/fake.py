@@ -7,12 +7,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from ul2q.pipeline.config import ACT_FITS, GRANULARITIES, check_quantizer
 from ul2q.pipeline.errors import UsageError, within
-from ul2q.pipeline.quantize import baselines, ul2q
 from ul2q.pipeline.quantize import grid as grids
+from ul2q.pipeline.quantize import ul2q
 from ul2q.pipeline.quantize.ema import ActivationParams, ActivationStats, Clip, fit_activation
 from ul2q.pipeline.quantize.histogram import BINS
+from ul2q.pipeline.quantize.registry import ACT_FITS, DEFAULT_QUANTIZER
+from ul2q.pipeline.quantize.weight import rule_for
 
 MODES: Final = ("off", "observe", "quantize")
 HISTOGRAM_SAMPLE: Final = 2**18
@@ -24,14 +25,14 @@ class _QuantizedWeight(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, w: Tensor, k: int, granularity: str, channel_axis: int, quantizer: str) -> Tensor:  # noqa: ARG004
-        values = w.float()
-        if quantizer != "ul2q":
-            found, grid = baselines.quantize(values.cpu().numpy(), k, granularity, channel_axis, quantizer)
-            q = torch.from_numpy(found).to(values.device)
+        values, rule = w.float(), rule_for(quantizer, k, granularity)
+        if not rule.codes_follow_grid:
+            codes, grid = rule.quantize(values.cpu().numpy(), k, granularity, channel_axis)
+            q = torch.from_numpy(codes).to(values.device)
             return grids.dequantize(q, grid, channel_axis).to(w.dtype)
         # NumPy and torch give equal bits; on the CPU NumPy sums faster and shares the memory.
         source = values.numpy() if values.device.type == "cpu" else values
-        grid = grids.weight_grid(source, k, granularity, channel_axis)
+        grid = rule.grid(source, k, granularity, channel_axis)
         return _on_grid(values, grid, channel_axis).to(w.dtype)
 
     @staticmethod
@@ -54,28 +55,26 @@ class WeightQuantizer(nn.Module):
     """μL2Q, or a quantiser to compare it with, as a `torch.nn.utils.parametrize` parametrisation of a weight.
 
     Forward: scale·(multiplier·q + offset) with the grid of the current weight, equal bit for bit to
-    `ul2q.pipeline.quantize.baselines.quantize` and to DequantizeLinear. Backward: identity, without a
+    `ul2q.pipeline.quantize.weight.quantize` and to DequantizeLinear. Backward: identity, without a
     gradient through the statistics.
 
     Args:
         k: width in bits, 1..8.
         granularity: "tensor" or "channel".
         channel_axis: axis of the output channels (1 for ConvTranspose).
-        quantizer: one of `ul2q.pipeline.config.QUANTIZERS`.
+        quantizer: a name in `ul2q.pipeline.quantize.registry.QUANTIZERS`.
 
     Raises:
         UsageError: an argument is out of range.
     """
 
     def __init__(
-        self, k: int, granularity: str = "tensor", channel_axis: int = 0, quantizer: str = "ul2q"
+        self, k: int, granularity: str = "tensor", channel_axis: int = 0, quantizer: str = DEFAULT_QUANTIZER
     ) -> None:
         super().__init__()
         if k not in range(1, 9):
             raise UsageError(f"k is {k}: weights take 1 to 8 bits")
-        if granularity not in GRANULARITIES:
-            raise UsageError(f"granularity is {granularity!r}: use one of {', '.join(GRANULARITIES)}")
-        check_quantizer(quantizer, k)
+        rule_for(quantizer, k, granularity)  # checks that it exists
         self.k, self.granularity, self.channel_axis = k, granularity, channel_axis
         self.quantizer = quantizer
 
@@ -90,7 +89,7 @@ class WeightQuantizer(nn.Module):
     def extra_repr(self) -> str:
         """Return the arguments as text."""
         text = f"k={self.k}, granularity={self.granularity!r}, channel_axis={self.channel_axis}"
-        return text if self.quantizer == "ul2q" else f"{text}, quantizer={self.quantizer!r}"
+        return text if self.quantizer == DEFAULT_QUANTIZER else f"{text}, quantizer={self.quantizer!r}"
 
 
 class _QuantizedActivation(torch.autograd.Function):

@@ -38,9 +38,8 @@ from typing import Any, Final, Self
 
 import numpy as np
 
-from ul2q.pipeline.config import GRANULARITIES
-from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.quantize import ul2q
+from ul2q.pipeline.quantize.registry import check_granularity
 from ul2q.pipeline.quantize.ul2q import Array, Namespace
 
 SATURATION_FREE: Final = 64
@@ -303,8 +302,7 @@ def weight_grid(
     Raises:
         UsageError: an unknown granularity, an empty weight or one that is not finite.
     """
-    if granularity not in GRANULARITIES:
-        raise UsageError(f"granularity is {granularity!r}: use one of {', '.join(GRANULARITIES)}")
+    check_granularity(granularity)
     axis = channel_axis if granularity == "channel" else None
     alpha, beta = ul2q.scale_offset(w, k, axis, xp)
     return deployable_grid(ul2q.to_numpy(alpha), ul2q.to_numpy(beta), k)

@@ -12,6 +12,7 @@ from typing import Final
 
 import numpy as np
 
+from ul2q.pipeline.quantize.registry import QUANTIZERS
 from ul2q.pipeline.quantize.ul2q import LOSS
 from ul2q.pipeline.report import text
 from ul2q.pipeline.report.charts import Axis, outline, proportion_interval, short
@@ -250,9 +251,10 @@ def _grid_ends(site: Activation) -> tuple[float, float]:
 
 def histograms(report: Report) -> list[Picture]:
     """Return a picture of the weights of every quantised layer, with its levels."""
-    ternary = report["config"].get("quantizer") == "twn"  # which does not use the lowest level
+    quantizer = QUANTIZERS.get(str(report["config"].get("quantizer")))
+    unused = 0 if quantizer is None else quantizer.unused_codes
     return [
-        _histogram(layer, layer["histogram"], 1 if ternary else 0)
+        _histogram(layer, layer["histogram"], unused)
         for layer in report["layers"]
         if layer["histogram"] is not None
     ]

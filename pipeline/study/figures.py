@@ -18,19 +18,23 @@ from matplotlib.lines import Line2D
 
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.progress import Progress
+from ul2q.pipeline.quantize.registry import DEFAULT_QUANTIZER, QUANTIZERS
 from ul2q.pipeline.storage.atomic import check_output, write_bytes
 from ul2q.pipeline.study.losses import Loss, QuantizerStudy, StepStudy, quantizer_study, step_study
 
 _DOTS_PER_INCH: Final = 150
 _SHOWN_WIDTHS: Final = (1, 2, 4, 8)
-#: name, colour (Okabe and Ito's, told apart by colour-blind readers too), marker and line of each quantiser
-_STYLES: Final = {
-    "ul2q": ("μL2Q", "#000000", "o", "-"),
-    "bwn": ("BWN", "#0072B2", "s", "--"),
-    "twn": ("TWN", "#009E73", "^", "--"),
-    "fixed": ("fixed point", "#D55E00", "v", "-."),
-    "dorefa": ("DoReFa", "#CC79A7", "D", ":"),
-}
+#: colour (the palette of Okabe and Ito, safe for colour-blind readers), marker and line of each quantiser
+_STYLES: Final = (
+    ("#000000", "o", "-"),
+    ("#0072B2", "s", "--"),
+    ("#009E73", "^", "--"),
+    ("#D55E00", "v", "-."),
+    ("#CC79A7", "D", ":"),
+    ("#E69F00", "P", "--"),
+    ("#56B4E9", "X", "-."),
+    ("#F0E442", "*", ":"),
+)
 _LINES: Final = ("-", "--", "-.", ":")
 
 
@@ -153,7 +157,7 @@ def draw_quantizers(study: QuantizerStudy) -> Figure:
     top = figure.add_subplot(grid[0, :])
     _lines(top, study.by_width, "k")
     top.set(xlabel="bits of a weight", ylabel="mean squared error", title="N(0, 1), by width")
-    present = [_style(name) for name in _STYLES]
+    present = [_style(name) for name in QUANTIZERS]
     top.legend(handles=present, loc="lower left")
     for row, (losses, field) in enumerate(((study.by_mean, "mean"), (study.by_deviation, "deviation")), 1):
         for column, k in enumerate(_SHOWN_WIDTHS):
@@ -172,15 +176,16 @@ def draw_quantizers(study: QuantizerStudy) -> Figure:
 
 def _style(name: str) -> Line2D:
     """Return how the lines of a quantiser look: hollow marks leave visible what they coincide with."""
-    label, colour, marker, line = _STYLES[name]
-    size, face = (5, colour) if name == "ul2q" else (8, "none")
+    colour, marker, line = _STYLES[list(QUANTIZERS).index(name) % len(_STYLES)]
+    size, face = (5, colour) if name == DEFAULT_QUANTIZER else (8, "none")
+    label = QUANTIZERS[name].title
     look: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": line, "label": label}
     return Line2D([], [], markersize=size, markerfacecolor=face, **look)
 
 
 def _lines(axes: Axes, losses: Sequence[Loss], field: str) -> None:
     """Draw one line a quantiser of the losses over ``field``, a little beyond whole powers of ten."""
-    for name in _STYLES:
+    for name in QUANTIZERS:
         mine = [one for one in losses if one.quantizer == name]
         line = _style(name)
         line.set_data([getattr(one, field) for one in mine], [one.loss for one in mine])

@@ -9,8 +9,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ul2q.pipeline.config import QUANTIZERS
-from ul2q.pipeline.quantize import baselines, ul2q
+from ul2q.pipeline.quantize import ul2q, weight
+from ul2q.pipeline.quantize.registry import QUANTIZERS
 
 WIDTHS: Final = tuple(range(1, 9))
 SAMPLES: Final = 100_000
@@ -49,13 +49,13 @@ def loss(w: NDArray[np.floating], k: int, quantizer: str) -> float:
     Args:
         w: samples [n].
         k: width in bits, one that the quantiser has.
-        quantizer: one of `ul2q.pipeline.config.QUANTIZERS`.
+        quantizer: a name in `ul2q.pipeline.quantize.registry.QUANTIZERS`.
 
     Returns:
         The mean of (w − w_q)², where w_q = α(q + 1/2) + β.
     """
-    alpha, beta = baselines.scale_offset(w, k, quantizer)
-    q = baselines.codes(w, alpha, beta, k, quantizer)
+    alpha, beta = weight.scale_offset(w, k, quantizer)
+    q = weight.codes(w, alpha, beta, k, quantizer)
     error = w - (np.float64(alpha) * (q + 0.5) + np.float64(beta))
     return float(np.mean(error**2))
 
@@ -116,7 +116,7 @@ def quantizer_study(
         The losses, in the order of quantisers, widths and parameters.
     """
     z = np.random.default_rng(seed).standard_normal(samples)
-    pairs = [(name, k) for name, widths in QUANTIZERS.items() for k in widths]
+    pairs = [(name, k) for name, quantizer in QUANTIZERS.items() for k in quantizer.widths]
 
     def measured(grid: Sequence[tuple[float, float]]) -> list[Loss]:
         return [

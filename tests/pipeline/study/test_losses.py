@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ul2q.pipeline.config import QUANTIZERS
+from ul2q.pipeline.quantize.registry import QUANTIZERS
 from ul2q.pipeline.quantize.ul2q import LAMBDA, LOSS
 from ul2q.pipeline.study.losses import SAMPLES, QuantizerStudy, loss, quantizer_study, step_study
 
@@ -46,7 +46,7 @@ def test_ul2q_loses_what_its_formula_says(study: QuantizerStudy) -> None:
 
 def test_ul2q_loses_least_from_two_bits_on(study: QuantizerStudy) -> None:
     losses = {(one.quantizer, one.k): one.loss for one in study.by_width}
-    assert set(losses) == {(name, k) for name, widths in QUANTIZERS.items() for k in widths}
+    assert set(losses) == {(name, k) for name, quantizer in QUANTIZERS.items() for k in quantizer.widths}
     for (_, k), value in losses.items():
         if k >= 2:
             assert losses["ul2q", k] <= value
@@ -66,8 +66,8 @@ def test_ul2q_and_bwn_tie_at_one_bit_without_a_mean(study: QuantizerStudy) -> No
 
 
 def test_the_mean_moves_the_others_but_not_ul2q(study: QuantizerStudy) -> None:
-    for name, widths in QUANTIZERS.items():
-        for k in widths:
+    for name, quantizer in QUANTIZERS.items():
+        for k in quantizer.widths:
             values = [one.loss for one in study.by_mean if (one.quantizer, one.k) == (name, k)]
             if name == "ul2q":
                 assert max(values) <= min(values) * (1 + 1e-4)  # float32 samples
