@@ -12,10 +12,16 @@ from ul2q.pipeline.quantize.registry import ACT_FITS, DEFAULT_QUANTIZER, GRANULA
 OPTIMIZERS = ("kfac", "sgd", "adam")
 STORAGES = ("table", "int2")
 TRANSPORTS = ("float32", "float16", "bfloat16")
+"""Types, by their name in torch, in which K-FAC's statistics and gradients travel between ranks."""
 FISHERS = ("mc", "empirical")
+"""Labels for curvature factors: sampled from the model's prediction, or those of the data."""
 PRECISIONS = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
-OPSETS = tuple(range(18, 26))
+OPSETS = {
+    18: (8, "1.20"), 19: (9, "1.20"), 20: (9, "1.20"), 21: (10, "1.20"), 22: (10, "1.22"), 23: (11, "1.24"),
+    24: (12, "1.24"), 25: (13, "1.24"),
+}  # fmt: skip
+"""ONNX opsets that files can be written in: the IR version and the oldest ONNX Runtime of each."""
 
 
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
@@ -102,7 +108,7 @@ class QuantConfig(_Config):
         _one_of("act_fit", self.act_fit, ACT_FITS)
         check_quantizer(self.quantizer, self.wbits)
         _one_of("optimizer", self.optimizer, OPTIMIZERS)
-        _one_of("opset", self.opset, OPSETS)
+        _one_of("opset", self.opset, tuple(OPSETS))
         _one_of("storage", self.storage, STORAGES)
         _positive("epochs", self.epochs, zero=True)
         _positive("lr", self.lr)

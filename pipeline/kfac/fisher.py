@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ul2q.pipeline.config import FISHERS
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.kfac import state
 from ul2q.pipeline.kfac.distributed.collectives import all_reduce
@@ -26,8 +27,6 @@ from ul2q.pipeline.kfac.math.linear_algebra import Moment
 from ul2q.pipeline.kfac.math.statistics import KroneckerSums
 
 logger = logging.getLogger(__name__)
-
-FISHERS = ("mc", "empirical")
 
 
 def sample_labels(outputs: Tensor, generator: torch.Generator) -> Tensor:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ul2q.pipeline.config import TRANSPORTS
 from ul2q.pipeline.errors import UsageError
 
 BATCH_NORMS = ("unit", "diagonal", "plain")
-TRANSPORTS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def check_range(
@@ -123,4 +123,7 @@ class Options:
     @property
     def transport_type(self) -> torch.dtype | None:
         """The transport type, None for that of the parameters."""
-        return None if self.transport is None else TRANSPORTS[self.transport]
+        if self.transport is None:
+            return None
+        dtype: torch.dtype = getattr(torch, self.transport)
+        return dtype

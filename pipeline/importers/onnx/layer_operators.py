@@ -18,14 +18,6 @@ _MAX_POOL: dict[int, Any] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 _AVERAGE_POOL: dict[int, Any] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 
 
-_INTERPOLATIONS = {
-    ("linear", 1): "linear",
-    ("linear", 2): "bilinear",
-    ("linear", 3): "trilinear",
-    ("cubic", 2): "bicubic",
-}
-
-
 def _pads(
     step: Step, x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> tuple[list[int], list[int]]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ul2q.pipeline.graph.rebuild import assign, attribute
 from ul2q.pipeline.importers.onnx import layer_operators, shape_operators
 from ul2q.pipeline.importers.onnx.values import Operator, Step, UnsupportedError, plain
+from ul2q.pipeline.naming import unused_name
 
 OPERATORS: dict[str, Operator] = {
     **shape_operators.OPERATORS,
@@ -316,11 +317,8 @@ def _layer_name(step: Step, inputs: Sequence[str], taken: set[str]) -> str:
         path = step.scope or _module_path(step.name)
     reserved = set(dir(nn.Module())) | {"steps", "places", "graph", "code"}
     path = ".".join(f"{part}_" if part in reserved else part for part in path.split("."))
-    candidate, n = path, 1
-    while candidate in taken or any(t.startswith(f"{candidate}.weight") for t in taken):
-        n += 1
-        candidate = f"{path}_{n}"
-    return candidate
+    weighted = {name[: match.start()] for name in taken for match in re.finditer(r"\.weight", name)}
+    return unused_name(path, taken | weighted)
 
 
 def _scope(node: onnx.NodeProto) -> str:
