@@ -221,11 +221,11 @@ def steps(console: Console, repeats: int) -> None:
     sgd, every = Runner(case, _sgd), Runner(case, _kfac(1, 1))
     sgd(1), every(1)
     floors = [_seconds(lambda: sgd(1)) + products_floor(case) for _ in range(2)]
-    ours = _seconds(lambda: every(1))
+    kfac_time = _seconds(lambda: every(1))
     console.print(
         f"{case.name}: floor of its own matrix products {min(floors) * 1e3:.0f} ms a step, ", end=""
     )
-    console.print(f"K-FAC 1/1 {ours * 1e3:.0f} ms: {ours / min(floors):.2f}x the floor (goal 1.1x)")
+    console.print(f"K-FAC 1/1 {kfac_time * 1e3:.0f} ms: {kfac_time / min(floors):.2f}x the floor (goal 1.1x)")
 
 
 def _loopback_bytes() -> int:

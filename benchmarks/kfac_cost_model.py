@@ -108,8 +108,8 @@ class Network:
 
     def kronecker(self) -> list[tuple[int, int, int, int]]:
         """Return groups, d, m and positions of every Kronecker-factored layer."""
-        found = [unit.layer for unit in self.units if isinstance(unit.layer, KroneckerLayer)]
-        return [(layer.groups, *layer.dims, self.positions[layer.name]) for layer in found]
+        layers = [unit.layer for unit in self.units if isinstance(unit.layer, KroneckerLayer)]
+        return [(layer.groups, *layer.dims, self.positions[layer.name]) for layer in layers]
 
 
 @dataclass(frozen=True)
@@ -234,14 +234,14 @@ def check(console: Console) -> None:
                 multiprocessing.spawn(_rank, (world, f"{folder}/store", transport), nprocs=world)
                 measured = [float(text) for text in Path(f"{folder}/store.sent").read_text().split()]
             statistics, gradients = network.numbers(SAMPLES, world)
-            for what, found, numbers in (
+            for what, counted, numbers in (
                 ("refreshing", measured[0], statistics + gradients),
                 ("other", measured[1], gradients),
             ):
                 expected = (world - 1) * (size * numbers + 4 * network.parameters)
                 console.print(
-                    f"{world} ranks, {transport or 'float32'}, {what} step: {found / 1e6:.3f} MB counted, "
-                    f"model {expected / 1e6:.3f} MB, ratio {found / expected:.4f}"
+                    f"{world} ranks, {transport or 'float32'}, {what} step: {counted / 1e6:.3f} MB counted, "
+                    f"model {expected / 1e6:.3f} MB, ratio {counted / expected:.4f}"
                 )
 
 

@@ -217,10 +217,10 @@ def curve(
             table.add_row(str(batch), name, "none within the limit")
             continue
         runs = [Run(name, rate, batch, seed, "test", most_epochs(batch), max(targets)) for seed in SEEDS]
-        found = curves[batch, name] = [kept.get(run, lambda run: train(data, run)) for run in runs]
+        finished = curves[batch, name] = [kept.get(run, lambda run: train(data, run)) for run in runs]
         cells = []
         for target in targets:
-            epochs, seconds = zip(*(one.reaches(target) for one in found), strict=True)
+            epochs, seconds = zip(*(one.reaches(target) for one in finished), strict=True)
             cells += [_spread(epochs, 2), _spread(seconds, 1)]
         table.add_row(str(batch), name, f"{rate:g}", *cells)
         console.print(f"batch {batch}, {name}: rate {rate:g}, " + ", ".join(cells))
@@ -254,9 +254,9 @@ def _draw(
     figure.savefig(path, dpi=100, metadata={"Software": None})
 
 
-def _lines(axis, found: list[Curve], of: str, name: str, colour: str) -> None:  # type: ignore[no-untyped-def]
+def _lines(axis, curves: list[Curve], of: str, name: str, colour: str) -> None:  # type: ignore[no-untyped-def]
     """Draw every seed thinly, and their mean."""
-    points = [(getattr(one, of), one.accuracy) for one in found]
+    points = [(getattr(one, of), one.accuracy) for one in curves]
     for xs, ys in points:
         axis.plot(xs, [100 * y for y in ys], color=colour, linewidth=0.6, alpha=0.4)
     shared = min((len(xs) for xs, _ in points), default=0)

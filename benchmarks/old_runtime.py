@@ -61,9 +61,9 @@ def main() -> None:
             for granularity in options.granularity
             for k in options.wbits
         ]
-        given = "\n".join(json.dumps(job) for job in jobs)
+        job_lines = "\n".join(json.dumps(job) for job in jobs)
         command = [options.python, "-c", _RUN]
-        done = subprocess.run(command, input=given, capture_output=True, text=True, check=True)
+        done = subprocess.run(command, input=job_lines, capture_output=True, text=True, check=True)
         version, *errors = (json.loads(line) for line in done.stdout.splitlines())
         table = Table(title=f"ONNX Runtime {version} against {onnxruntime.__version__}")
         for heading in (

@@ -136,7 +136,7 @@ def patches(count: int, side: int, seed: int = 0, *, mirror: bool = False) -> np
     path = Path(matplotlib.get_data_path()) / "sample_data" / "grace_hopper.jpg"
     with Image.open(path) as portrait:
         images = [portrait.convert("RGB"), *map(Image.fromarray, load_sample_images().images)]
-    found = []
+    images = []
     for i in range(count):
         if i % 3 == 0:
             image, size = images[0], int(_FACE_SIZE * rng.uniform(0.7, 1.25))
@@ -146,8 +146,8 @@ def patches(count: int, side: int, seed: int = 0, *, mirror: bool = False) -> np
             corner = [int(rng.integers(0, length - size)) for length in (image.height, image.width)]
         box = (corner[1], corner[0], corner[1] + size, corner[0] + size)
         pixels = np.asarray(image.resize((side, side), Image.Resampling.BILINEAR, box=box))
-        found.append(pixels[:, ::-1] if mirror else pixels)
-    return ((np.stack(found).transpose(0, 3, 1, 2) - 127.5) / 128).astype(np.float32)
+        images.append(pixels[:, ::-1] if mirror else pixels)
+    return ((np.stack(images).transpose(0, 3, 1, 2) - 127.5) / 128).astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -167,10 +167,10 @@ class Distance:
 
 def distances(folder: Path, x: np.ndarray, outputs: tuple[str, ...]) -> Iterator[Distance]:
     """Yield the distance of each output of model.onnx from that of float.onnx for the inputs ``x``."""
-    ours, theirs = (
+    converted, reference = (
         runtime.run(runtime.session(folder / name), x).values() for name in ("model.onnx", "float.onnx")
     )
-    for name, a, b in zip(outputs, ours, theirs, strict=True):
+    for name, a, b in zip(outputs, converted, reference, strict=True):
         yield Distance(
             float(np.linalg.norm(a - b) / np.linalg.norm(b)),
             float(np.corrcoef(a.ravel(), b.ravel())[0, 1]),
@@ -188,10 +188,10 @@ def compress_case(case: Case, file: Path, config: QuantConfig, samples: int) -> 
             output=Path(folder) / "out",
         ).report  # fmt: skip
         seconds = time.process_time() - started
-        found = list(distances(Path(folder) / "out", case.samples(500, 1, mirror=True), case.outputs))
+        measured = list(distances(Path(folder) / "out", case.samples(500, 1, mirror=True), case.outputs))
     size = report["size"]
     whole = (f"{size['onnx_bytes'] / 1000:,.1f} kB", f"{size['ratio']:.1f}x", f"{seconds:.0f} s")
-    for i, (name, one) in enumerate(zip(case.outputs, found, strict=True)):
+    for i, (name, one) in enumerate(zip(case.outputs, measured, strict=True)):
         same = "" if one.same is None else f"{100 * one.same:.1f} %"
         row = (name, f"{one.relative:.3f}", f"{one.correlation:.4f}", same)
         yield (*(whole if i == 0 else ("", "", "")), *row)

@@ -132,13 +132,13 @@ def rows(arch: str, cells: dict[tuple[int, int], dict[str, Any]]) -> list[list[s
     """Return the rows of one network: float first."""
     first = next(iter(cells.values()))
     sizes = (_kb(4 * first["parameters"]), _kb(first["float_file_bytes"]))
-    found = [[arch, "32", "32", f"{100 * first['float']:.2f}", "-", *sizes]]
+    rows = [[arch, "32", "32", f"{100 * first['float']:.2f}", "-", *sizes]]
     for (wbits, abits), one in cells.items():
         accuracy, loss = 100 * one["top1"], 100 * (one["float"] - one["top1"])
         stored = paper_count(one["parameters"], 0, wbits, abits).storage_bytes
         sizes = (_kb(stored), _kb(one["file_bytes"]))
-        found.append([arch, str(wbits), str(abits), f"{accuracy:.2f}", f"{loss:.2f}", *sizes])
-    return found
+        rows.append([arch, str(wbits), str(abits), f"{accuracy:.2f}", f"{loss:.2f}", *sizes])
+    return rows
 
 
 def _kb(count: int) -> str:

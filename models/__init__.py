@@ -48,8 +48,8 @@ class Architecture:
 
 def names() -> tuple[str, ...]:
     """Return the names of all architectures, sorted; no architecture is imported for it."""
-    found = (module.name for module in pkgutil.iter_modules(__path__))
-    return tuple(sorted(name for name in found if not name.startswith("_")))
+    modules = (module.name for module in pkgutil.iter_modules(__path__))
+    return tuple(sorted(name for name in modules if not name.startswith("_")))
 
 
 def get(name: str) -> Architecture:

@@ -1,4 +1,4 @@
-"""Frozen configuration of a compression or a training run, checked when it is made."""
+"""Frozen configurations of a compression and of a training run, checked on construction."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _Config:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Make a configuration from ``values``.
+        """Build a configuration from ``values``.
 
         Returns:
             The configuration.
@@ -67,17 +67,17 @@ class QuantConfig(_Config):
         wbits: weight width k in bits, 1..8.
         abits: activation width, 8, or 32 for float activations.
         granularity: one (μ, σ) per weight ``tensor`` [P], or per output ``channel``.
-        act_fit: how activation ranges are fitted; ``auto`` measures all fits and keeps the best.
+        act_fit: how activation ranges are fitted; ``auto`` measures all fits and uses the best.
         quantizer: weight quantiser, a name in `ul2q.pipeline.quantize.registry.QUANTIZERS`.
         epochs: fine-tuning epochs; None means 5 for wbits <= 4 and 0 above.
         optimizer: optimiser of the fine-tuning.
-        lr: its learning rate; None means the optimiser's own default.
+        lr: its learning rate; None means the optimiser's default.
         batch_size: samples per step and per calibration batch.
         samples: calibration samples (0 means all training samples).
         exclude: name patterns (fnmatch) of layers to leave in float.
         opset: ONNX opset of the file.
         storage: ``table`` packs codes in bytes that every runtime reads, ``int2`` uses typed 2/4-bit tensors.
-        seed: seed of everything random.
+        seed: seed of all random numbers.
     """
 
     wbits: int
@@ -125,19 +125,19 @@ class QuantConfig(_Config):
 
 @dataclass(frozen=True)
 class TrainConfig(_Config):
-    """How to train a network from the registry. None means the recipe's value, or else the default.
+    """How to train a network from the registry. None means the recipe's value, else the default.
 
     Attributes:
         arch: name in ``ul2q.models``.
-        data: data source as given on the command line.
+        data: data source, by name or path.
         optimizer: kfac, sgd or adam.
-        resize: side that images are resized to, with ``crop`` their shorter side (the source's).
-        crop: side of the square then cut from their middle (the source's).
-        recipe: a schedule and starting values by name, from ``ul2q.pipeline.training.step_recipes``:
-            ``osawa-…`` for kfac, ``ul2q-…`` for sgd.
+        resize: side that images are resized to, or with ``crop`` their shorter side (default: the source's).
+        crop: side of the centre crop after resizing (default: the source's).
+        recipe: name of a schedule in ``ul2q.pipeline.training.step_recipes``: ``osawa-…`` for kfac,
+            ``ul2q-…`` for sgd.
         epochs: passes over the training data (12).
         batch_size: samples computed at once, over all ranks (64).
-        simulate_batch: samples behind one update, in as many batches as it takes; None means one batch.
+        simulate_batch: samples per update, accumulated over several batches; None means one batch.
         lr: learning rate; the default is the optimiser's.
         momentum: momentum of kfac and sgd (0.9).
         weight_decay: L2 penalty (0.0001).

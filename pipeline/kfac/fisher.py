@@ -108,15 +108,15 @@ def collect_factors(
             module.training = training
     curvature = {}
     for name, layer in layers.items():
-        found = _reduced(recorder.records.get(name), layer) if distributed else recorder.records.get(name)
-        if found is None or found.sums is None or found.problem is not None:
-            reason = "it was not used" if found is None else found.problem or "no gradient came back"
+        record = _reduced(recorder.records.get(name), layer) if distributed else recorder.records.get(name)
+        if record is None or record.sums is None or record.problem is not None:
+            reason = "it was not used" if record is None else record.problem or "no gradient came back"
             logger.warning("no factors of %s: %s", name, reason)
             continue
         curvature[name] = KroneckerCurvature()
-        counts = (found.samples, found.samples)
+        counts = (record.samples, record.samples)
         # The loss was summed, so its gradients are those of single examples: n times the mean's.
-        curvature[name].update(found.sums, counts, float(found.samples), 0.0, -1)  # type: ignore[arg-type]
+        curvature[name].update(record.sums, counts, float(record.samples), 0.0, -1)  # type: ignore[arg-type]
         curvature[name].damping = damping
     return state.factors_state(layers, curvature, 0, fisher)
 

@@ -349,10 +349,10 @@ class KFAC(torch.optim.Optimizer):
         if all_parts is None:
             return None
         for part in all_parts:
-            theirs: Any = part
-            whole["state"] |= theirs["state"]
+            other: Any = part
+            whole["state"] |= other["state"]
             for key in ("layers", "uncovered"):
-                whole["kfac"][key] |= theirs["kfac"][key]
+                whole["kfac"][key] |= other["kfac"][key]
         return whole
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -370,8 +370,8 @@ class KFAC(torch.optim.Optimizer):
                 "KFAC: the optimiser state is not of K-FAC on this model: train without resuming"
             )
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "kfac"})
-        mine = {p for unit in self._collector.own for p in unit.parameters}
-        for p in [p for p in self.state if p not in mine]:
+        owned = {p for unit in self._collector.own for p in unit.parameters}
+        for p in [p for p in self.state if p not in owned]:
             del self.state[p]
         self.steps, self.skipped = own["steps"], own["skipped"]
         self._natural.uncovered = dict(own["uncovered"])

@@ -71,23 +71,23 @@ def factors_state(
         The dictionary above.
     """
     entries: dict[str, Any] = {}
-    for name, found in curvature.items():
+    for name, layer_curvature in curvature.items():
         layer = layers[name]
-        if not isinstance(layer, KroneckerLayer) or not isinstance(found, KroneckerCurvature):
+        if not isinstance(layer, KroneckerLayer) or not isinstance(layer_curvature, KroneckerCurvature):
             continue
-        if found.a is None or found.g is None:
+        if layer_curvature.a is None or layer_curvature.g is None:
             continue
         entries[name] = {
             "kind": layer.kind,
-            "A": linear_algebra.tri(found.a.dense()).float().cpu(),
-            "G": linear_algebra.tri(found.g.dense()).float().cpu(),
+            "A": linear_algebra.tri(layer_curvature.a.dense()).float().cpu(),
+            "G": linear_algebra.tri(layer_curvature.g.dense()).float().cpu(),
             "groups": layer.groups,
             "bias": layer.bias is not None,
             "normalisation": dict(NORMALISATION),
-            "samples": found.samples,
-            "positions": found.positions,
-            "damping": found.damping,
-            "age": step - found.step - 1,
+            "samples": layer_curvature.samples,
+            "positions": layer_curvature.positions,
+            "damping": layer_curvature.damping,
+            "age": step - layer_curvature.step - 1,
             "weight_sha256": weight_sha256(layer.weight),
         }
     return {"format": FORMAT, "fisher": fisher, "layers": entries}
@@ -103,5 +103,5 @@ def merged(parts: Iterable[Mapping[str, Any]], names: Iterable[str]) -> dict[str
     Returns:
         The ``layers`` of the whole.
     """
-    found = {name: entry for part in parts for name, entry in part["layers"].items()}
-    return {name: found[name] for name in names if name in found}
+    entries = {name: entry for part in parts for name, entry in part["layers"].items()}
+    return {name: entries[name] for name in names if name in entries}

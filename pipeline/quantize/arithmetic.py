@@ -43,9 +43,9 @@ def fma(a: Any, b: Any, c: Any) -> NDArray[np.float32]:
     total = np.asarray(product + c)
     part = total - product
     error = (product - (total - part)) + (c - part)  # exact: Knuth's two-sum
-    even = total.view(np.int64) & 1 == 0
-    odd = np.where((error != 0) & even, np.nextafter(total, np.copysign(np.inf, error)), total)
-    return odd.astype(np.float32)
+    is_even = total.view(np.int64) & 1 == 0
+    rounded_to_odd = np.where((error != 0) & is_even, np.nextafter(total, np.copysign(np.inf, error)), total)
+    return rounded_to_odd.astype(np.float32)
 
 
 def multiplier(in_scale: float, weight_scale: Any, out_scale: float) -> NDArray[np.float32]:

@@ -58,8 +58,8 @@ class ActivationStats:
 
     def observe(self, x: NDArray[np.float32]) -> None:
         """Take in a batch of finite values."""
-        wide = x.astype(np.float64)
-        self.update(float(wide.mean()), float((wide**2).mean()), float(x.min()), float(x.max()), x.size)
+        x64 = x.astype(np.float64)
+        self.update(float(x64.mean()), float((x64**2).mean()), float(x.min()), float(x.max()), x.size)
         self.histogram.add(x)
 
     @property
@@ -174,10 +174,10 @@ def rectified_loss(step: float, t: float) -> float:
 def rectified_step(t: float) -> float:
     """Return the step that minimises `rectified_loss`."""
     longest = np.log((max(t, 0.0) + 9) / 255)
-    found = minimize_scalar(
+    minimum = minimize_scalar(
         lambda v: rectified_loss(np.exp(v), t), bounds=(longest - 4, longest), method="bounded"
     )
-    return float(np.exp(found.x))
+    return float(np.exp(minimum.x))
 
 
 def _normal_range(stats: ActivationStats) -> tuple[float, float]:

@@ -260,13 +260,13 @@ def snapped_offset(alpha: Array, beta: Array, k: int, xp: Namespace) -> Array:
     else:
         limits = {6: (SATURATION_FREE, INT8_LIMIT), 7: (INT8_LIMIT,)}.get(k, ())
         forms += [_Form.bounded(k, 1, limit) for limit in limits]
-    found = beta
+    snapped = beta
     for form in reversed(forms):  # the first that fits is set last
         scale = alpha / float(form.multiplier)
         offset = ul2q.cast(form.nearest(step, centre, xp), "float32", xp)
         usable = xp.all(form.fits(step, centre, xp))
-        found = xp.where(usable, scale * (offset - form.multiplier / 2), found)
-    return xp.where(varying, found, beta)
+        snapped = xp.where(usable, scale * (offset - form.multiplier / 2), snapped)
+    return xp.where(varying, snapped, beta)
 
 
 def _integers(q: Array, grid: Grid, axis: int, xp: Namespace) -> Array:
@@ -381,8 +381,8 @@ def zero_channels(
 
 def sqnr_db(w: np.ndarray, w_q: np.ndarray) -> float:
     """Return the signal-to-noise ratio 10·log10(Σw²/Σ(w − w_q)²) of a quantisation in dB, ∞ without noise."""
-    wide = np.asarray(w, np.float64)
-    signal, noise = np.sum(wide**2), np.sum((wide - w_q) ** 2)
+    w64 = np.asarray(w, np.float64)
+    signal, noise = np.sum(w64**2), np.sum((w64 - w_q) ** 2)
     if noise == 0:
         return float("inf")
     return float(10 * np.log10(signal / noise)) if signal > 0 else float("-inf")

@@ -89,17 +89,17 @@ class Comparison:
 
     def numbers(self) -> dict[str, list[Value]]:
         """Return every quantity, of the first and the second; those that neither has are left out."""
-        found = {key: [value(report) for report in self.reports] for key, _, value, _ in _NUMBERS}
+        numbers = {key: [value(report) for report in self.reports] for key, _, value, _ in _NUMBERS}
         for name in self._metric_names():
-            found[name] = [self._metric(report, name) for report in self.reports]
-        return {key: pair for key, pair in found.items() if pair != [None, None]}
+            numbers[name] = [self._metric(report, name) for report in self.reports]
+        return {key: pair for key, pair in numbers.items() if pair != [None, None]}
 
     def number_rows(self) -> list[tuple[str, ...]]:
         """Return the rows (quantity, first, second) in words."""
-        found = self.numbers()
-        rows = [(label, *map(write, found[key])) for key, label, _, write in _NUMBERS if key in found]
+        numbers = self.numbers()
+        rows = [(label, *map(write, numbers[key])) for key, label, _, write in _NUMBERS if key in numbers]
         for name in self._metric_names():
-            values = found.get(name, [])
+            values = numbers.get(name, [])
             rows += [(name, *map(text.metric, values))] if values else []
         return rows
 

@@ -62,8 +62,8 @@ def html(report: Report) -> str:
         accuracy=pictures.accuracy(report),
         parities=[(row.label, row.note) for row in text.parities(report)],
         metrics=[
-            (name, text.metric(found["float"]), text.metric(found["quantized"]))
-            for name, found in report["metrics"].items()
+            (name, text.metric(values["float"]), text.metric(values["quantized"]))
+            for name, values in report["metrics"].items()
         ],
         loss=pictures.loss(report),
         sqnr=pictures.sqnr(report),

@@ -131,14 +131,14 @@ def _accuracy_row(key: str, value: Value, ends: tuple[float, float] | None, axis
 
 def loss(report: Report) -> Chart:
     """Return each layer's normalised squared error as a multiple of the optimum for its width."""
-    found = [
+    bars = [
         (layer["name"], layer["loss"], LOSS[layer["wbits"]])
         for layer in report["layers"]
         if layer["loss"] is not None and layer["wbits"] in LOSS
     ]
-    if not found:
+    if not bars:
         return Chart()
-    axis = Axis(0, 1.05 * max(1.0, *(value / least for _, value, least in found)))
+    axis = Axis(0, 1.05 * max(1.0, *(value / least for _, value, least in bars)))
     mark = ((short(axis.at(1)), "level"),)
     rows = [
         Row(
@@ -147,7 +147,7 @@ def loss(report: Report) -> Chart:
             (_bar(axis, 0, value / least, "after"),),
             mark,
         )
-        for name, value, least in found
+        for name, value, least in bars
     ]
     return Chart(rows, "0", f"{axis.high:.3g}")
 
@@ -182,12 +182,12 @@ def _pairs(
     axis = Axis.over(0, *known) if top is None else Axis(0, top)
     drawn = []
     for name, *both in listed:
-        found = [
+        bars = [
             (value, kind) for value, kind in zip(both, ("before", "after"), strict=True) if value is not None
         ]
-        shown = both if of_two_runs else [value for value, _ in found]
-        words = " → ".join(map(write, shown)) if found else text.NONE
-        spans = tuple(_bar(axis, min(value, 0), max(value, 0), kind) for value, kind in found)
+        shown = both if of_two_runs else [value for value, _ in bars]
+        words = " → ".join(map(write, shown)) if bars else text.NONE
+        spans = tuple(_bar(axis, min(value, 0), max(value, 0), kind) for value, kind in bars)
         drawn.append(Row(name, words, spans))
     return Chart(drawn, write(axis.low), write(axis.high))
 

@@ -48,8 +48,8 @@ def histogram(w: NDArray[Any], alpha: ArrayLike, beta: ArrayLike) -> dict[str, A
     outside, counts = 0, np.zeros(BINS, np.int64)
     for piece in values():
         outside += int(np.count_nonzero(piece < low) + np.count_nonzero(piece > high))
-        found, edges = np.histogram(np.clip(piece, low, high), BINS, (low, high))
-        counts += found
+        piece_counts, edges = np.histogram(np.clip(piece, low, high), BINS, (low, high))
+        counts += piece_counts
     return {
         "unit": "step" if steps.ndim else "weight",
         "low": float(edges[0]),

@@ -186,10 +186,10 @@ def _style(name: str) -> Line2D:
 def _lines(axes: Axes, losses: Sequence[Loss], field: str) -> None:
     """Draw one line a quantiser of the losses over ``field``, a little beyond whole powers of ten."""
     for name in QUANTIZERS:
-        mine = [one for one in losses if one.quantizer == name]
+        selected = [one for one in losses if one.quantizer == name]
         line = _style(name)
-        line.set_data([getattr(one, field) for one in mine], [one.loss for one in mine])
-        line.set_markevery(max(1, len(mine) // 8))
+        line.set_data([getattr(one, field) for one in selected], [one.loss for one in selected])
+        line.set_markevery(max(1, len(selected) // 8))
         axes.add_line(line)
     values = np.log10([one.loss for one in losses])
     axes.autoscale_view()

@@ -100,13 +100,13 @@ def _check_outside(proto: onnx.ModelProto, path: Path) -> None:
 
 
 def _attribute_tensors(graph: onnx.GraphProto) -> list[onnx.TensorProto]:
-    found = []
+    tensors = []
     for node in graph.node:
         for attribute in node.attribute:
-            found += [attribute.t] if attribute.HasField("t") else []
-            found += list(attribute.tensors)
-            found += _attribute_tensors(attribute.g) if attribute.HasField("g") else []
-    return found
+            tensors += [attribute.t] if attribute.HasField("t") else []
+            tensors += list(attribute.tensors)
+            tensors += _attribute_tensors(attribute.g) if attribute.HasField("g") else []
+    return tensors
 
 
 def _plain(proto: onnx.ModelProto, path: Path) -> tuple[onnx.GraphProto, int]:
@@ -149,8 +149,8 @@ def compare(network: OnnxNetwork, path: Path, example: Sequence[Tensor]) -> None
             for spec, x in zip(live.get_inputs(), padded, strict=True)
         }
         try:
-            theirs = runtime.run(live, feeds)
-            ours = network(*inputs)
+            reference = runtime.run(live, feeds)
+            actual = network(*inputs)
         except UnsupportedError as error:
             raise UsageError(f"{path}: {error}") from error
         except JobError as error:
@@ -160,22 +160,22 @@ def compare(network: OnnxNetwork, path: Path, example: Sequence[Tensor]) -> None
                 f"{path}: its translation does not run at batch {batch} ({first_line(error)}): export it "
                 "with an open batch size"
             ) from error
-        leaves = [leaf for leaf in pytree.tree_leaves(ours) if isinstance(leaf, Tensor)]
-        for (name, expected), found in zip(theirs.items(), leaves, strict=True):
-            _check_same(path, name, batch, found.numpy(), expected[:batch], network.is_half)
+        leaves = [leaf for leaf in pytree.tree_leaves(actual) if isinstance(leaf, Tensor)]
+        for (name, expected), output in zip(reference.items(), leaves, strict=True):
+            _check_same(path, name, batch, output.numpy(), expected[:batch], network.is_half)
 
 
-def _check_same(path: Path, name: str, batch: int, ours: Any, theirs: Any, half: bool) -> None:
+def _check_same(path: Path, name: str, batch: int, actual: Any, reference: Any, half: bool) -> None:
     tolerance = _HALF_TOLERANCE if half else _TOLERANCE
-    theirs = np.asarray(theirs, np.float64)
-    largest = float(np.abs(theirs[np.isfinite(theirs)]).max(initial=0))
-    same = ours.shape == theirs.shape and np.allclose(
-        ours, theirs, rtol=0, atol=tolerance * largest, equal_nan=True
+    reference = np.asarray(reference, np.float64)
+    largest = float(np.abs(reference[np.isfinite(reference)]).max(initial=0))
+    same = actual.shape == reference.shape and np.allclose(
+        actual, reference, rtol=0, atol=tolerance * largest, equal_nan=True
     )
     if not same:
         raise UsageError(
             f"{path}: its translation differs from ONNX Runtime in output {name} at batch {batch}: the model "
-            "depends on the batch size, or an operator is read wrongly; give the checkpoint it was made from"
+            "depends on the batch size, or an operator is misread: give the checkpoint it was exported from"
         )
 
 
@@ -186,7 +186,7 @@ def _numpy_type(kind: str) -> Any:
 
 
 def _varied(x: Tensor, batch: int, generator: torch.Generator) -> Tensor:
-    """Return ``batch`` samples: those given, and around them random ones where they are real numbers."""
+    """Return ``batch`` samples: those of ``x``, then copies of them, real numbers with noise added."""
     values = torch.cat([x] * -(-batch // len(x)))[:batch]
     if not x.is_floating_point():
         return values

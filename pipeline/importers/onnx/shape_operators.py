@@ -205,8 +205,8 @@ def _range(step: Step, start: Any, limit: Any, delta: Any) -> Any:
 def _pad(step: Step, *inputs: Any) -> Tensor:
     x = inputs[0]
     pads = option(step, inputs, 1, "pads") or []
-    given = inputs[2] if len(inputs) > 2 and inputs[2] is not None else step.get("value", 0.0)
-    value = number(step, given)
+    fill = inputs[2] if len(inputs) > 2 and inputs[2] is not None else step.get("value", 0.0)
+    value = number(step, fill)
     axes = option(step, inputs, 3, "axes") or list(range(len(pads) // 2))
     begins, ends = [0] * x.ndim, [0] * x.ndim
     for i, axis in enumerate(axes):

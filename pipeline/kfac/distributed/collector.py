@@ -142,13 +142,13 @@ class Collector:
         gradients = tuple(p.grad for p in unit.parameters)
         if unit.layer is None or unit.layer.name not in self._recorder.wanted:
             return Contribution(gradients)
-        found = self._recorder.records.get(unit.layer.name)
-        if found is None:
+        record = self._recorder.records.get(unit.layer.name)
+        if record is None:
             return Contribution(gradients, problem=PROBLEMS.absent)
-        if found.error is not None:
-            self.sampling_error[unit.layer.name] = found.error
-        problem = found.problem or (PROBLEMS.undifferentiated if found.sums is None else None)
-        return Contribution(gradients, found.sums, found.samples, found.used, problem)
+        if record.error is not None:
+            self.sampling_error[unit.layer.name] = record.error
+        problem = record.problem or (PROBLEMS.undifferentiated if record.sums is None else None)
+        return Contribution(gradients, record.sums, record.samples, record.used, problem)
 
     def collect(self, scale: float) -> dict[str, Contribution]:
         """Statistics and gradients of the units that this rank owns, over all ranks.
@@ -163,13 +163,13 @@ class Collector:
             parts = {index: self._contribution(index) for index in range(len(self.units))}
         else:
             parts = self._exchange.collect()
-        found = {}
+        totals = {}
         for index, part in parts.items():
             gradients = tuple(None if g is None else g if scale == 1 else g / scale for g in part.gradients)
-            found[self.units[index].name] = Contribution(
+            totals[self.units[index].name] = Contribution(
                 gradients, part.sums, part.samples, part.used, part.problem
             )
-        return found
+        return totals
 
     def total(self, values: Sequence[float]) -> list[float]:
         """Return the sums of a few numbers over all ranks."""

@@ -129,12 +129,12 @@ class Exchange:
                 part = self._contribute(unit)
                 encode(self._units[unit], part, self._forms[unit], self._type(unit), send[start:stop])
                 start = stop
-            mine = sizes[self.rank]
-            bucket.received = torch.empty(mine * self.world, dtype=torch.uint8, device=self._device)
+            own_size = sizes[self.rank]
+            bucket.received = torch.empty(own_size * self.world, dtype=torch.uint8, device=self._device)
             bucket.work = dist.all_to_all_single(
-                bucket.received, send, [mine] * self.world, sizes, group=self._group, async_op=True
+                bucket.received, send, [own_size] * self.world, sizes, group=self._group, async_op=True
             )
-            self.sent_bytes += sum(sizes) - mine
+            self.sent_bytes += sum(sizes) - own_size
 
     def collect(self) -> dict[int, Contribution]:
         """Launch what is left, wait for everything, add up, and be ready for the next step.
@@ -188,13 +188,13 @@ class Exchange:
         with communication():
             pending = []
             for owner in range(self.world):
-                mine = [
+                own = [
                     p
                     for u, unit in enumerate(self._units)
                     if self.owners[u] == owner
                     for p in unit.parameters
                 ]
-                for same in _by_type(mine):
+                for same in _by_type(own):
                     flat = torch.cat([p.detach().reshape(-1) for p in same])
                     work = dist.broadcast(flat, src=owner, group=self._group, async_op=True)
                     self.sent_bytes += (self.world - 1) * flat.nbytes if owner == self.rank else 0

@@ -73,7 +73,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 (torch's name)
         if input.dim() < 2:
-            raise ValueError(f"expected at least 2 dimensions, found {input.dim()}")
+            raise ValueError(f"expected at least 2 dimensions, got {input.dim()}")
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name)
         """Normalise [n, c, *positions].
@@ -89,8 +89,8 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         if not self.training or not dist.is_initialized() or dist.get_world_size() == 1:
             return super().forward(input)
         flat = input.reshape(input.shape[0], input.shape[1], -1)
-        wide = flat.float() if flat.dtype in (torch.float16, torch.bfloat16) else flat
-        x_hat, count, mean, variance = _Normalise.apply(wide, self.eps)
+        x = flat.float() if flat.dtype in (torch.float16, torch.bfloat16) else flat
+        x_hat, count, mean, variance = _Normalise.apply(x, self.eps)
         self.batch_statistics = (mean.detach(), variance.detach())
         self._track(float(count), mean, variance)
         if self.weight is not None:

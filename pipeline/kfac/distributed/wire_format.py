@@ -216,13 +216,13 @@ def decode(unit: Unit, segments: Sequence[Tensor], form: Form, dtype: torch.dtyp
         header = segment[: 8 * _HEADER].view(torch.float64).tolist()
         payload = segment[8 * _HEADER :].view(dtype)
         parts = payload[: sum(part_sizes(unit, form))].split(list(part_sizes(unit, form)))
-        wide = [part.to(compute) / scale for part, scale in zip(parts, header[6:], strict=True)]
+        decoded = [part.to(compute) / scale for part, scale in zip(parts, header[6:], strict=True)]
         samples, used, present = samples + int(header[0]), used + int(header[1]), present | int(header[4])
         problem = problem or (PROBLEMS[int(header[3]) - 1] if header[3] else None)
         if header[5]:
-            one = _decode_sums(unit, form, wide, int(header[2]))
+            one = _decode_sums(unit, form, decoded, int(header[2]))
             sums = one if sums is None else sums.plus(one)  # type: ignore[arg-type]
-        gradient = wide[2] if gradient is None else gradient + wide[2]
+        gradient = decoded[2] if gradient is None else gradient + decoded[2]
     assert gradient is not None  # noqa: S101 (there is at least one rank)
     pieces = gradient.split([p.numel() for p in unit.parameters])
     pairs = enumerate(zip(unit.parameters, pieces, strict=True))

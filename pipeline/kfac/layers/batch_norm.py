@@ -87,8 +87,8 @@ class BatchNormLayer:
         module = self.module
         if not (module.training or module.running_mean is None or module.running_var is None):
             return linear_algebra.normalised(x[:used], module.eps, (module.running_mean, module.running_var))
-        if (kept := _Kept.of(x, node)) is not None:
-            return kept
+        if (saved := _Kept.of(x, node)) is not None:
+            return saved
         statistics = getattr(module, "batch_statistics", None)  # of a normalisation across ranks
         return linear_algebra.normalised(x, module.eps, statistics)[:used]
 

@@ -100,11 +100,13 @@ class KroneckerCurvature:
 
     def changes(self) -> tuple[float, float]:
         """Return the relative change against the last and the last but one statistics, infinite without."""
-        found = [float("inf"), float("inf")]
+        changes = [float("inf"), float("inf")]
         for k, (a, g) in enumerate(self._history[1:]):
             new_a, new_g = self._history[0]
-            found[k] = max(linear_algebra.relative_change(new_a, a), linear_algebra.relative_change(new_g, g))
-        return found[0], found[1]
+            changes[k] = max(
+                linear_algebra.relative_change(new_a, a), linear_algebra.relative_change(new_g, g)
+            )
+        return changes[0], changes[1]
 
     def invert(self, damping: float) -> str | None:
         """Form the damped inverses (A + π√λ I)^-1 and (G + √λ/π I)^-1.
@@ -204,10 +206,10 @@ class UnitCurvature:
 
     def changes(self) -> tuple[float, float]:
         """Return the relative change against the last and the last but one statistics, infinite without."""
-        found = [float("inf"), float("inf")]
+        changes = [float("inf"), float("inf")]
         for k, old in enumerate(self._history[1:]):
-            found[k] = linear_algebra.ratio(float((self._history[0] - old).norm()), float(old.norm()))
-        return found[0], found[1]
+            changes[k] = linear_algebra.ratio(float((self._history[0] - old).norm()), float(old.norm()))
+        return changes[0], changes[1]
 
     def invert(self, damping: float) -> str | None:
         """Return None after forming (F + λI)^-1, or what went wrong."""

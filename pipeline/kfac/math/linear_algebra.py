@@ -259,13 +259,13 @@ def _ladder(matrix: Tensor, damping: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (matrix, damping) to try in turn: as is, in float64, with the damping raised ever more."""
     if matrix.dtype != torch.float64:
         yield matrix, damping
-    wide, floor = matrix.double(), damping.double()
+    matrix64, floor = matrix.double(), damping.double()
     # A damping of exactly zero cannot be raised by multiplication: start from rounding error of the trace.
-    trace = wide.diagonal(dim1=-2, dim2=-1).mean(-1)
+    trace = matrix64.diagonal(dim1=-2, dim2=-1).mean(-1)
     floor_raised = torch.maximum(floor, trace * torch.finfo(torch.float64).eps)
-    yield wide, floor
+    yield matrix64, floor
     for raise_by in (10.0, 100.0, 1000.0):
-        yield wide, floor_raised * raise_by
+        yield matrix64, floor_raised * raise_by
 
 
 def damped_inverse(matrix: Tensor, damping: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -314,8 +314,8 @@ def invert(moment: Moment, damping: Tensor) -> tuple[Inverse, Tensor] | None:
         if core is None:
             return None
         return LowRankInverse(moment.rows, core[0][0], core[1].item()), core[1]
-    found = damped_inverse(moment.dense(), damping)
-    return None if found is None else (DenseInverse(found[0]), found[1])
+    result = damped_inverse(moment.dense(), damping)
+    return None if result is None else (DenseInverse(result[0]), result[1])
 
 
 def precondition_(v: Tensor, a_inverse: Inverse, g_inverse: Inverse, spare: Tensor) -> None:
@@ -329,9 +329,9 @@ def precondition_(v: Tensor, a_inverse: Inverse, g_inverse: Inverse, spare: Tens
         g_inverse: damped inverse of G, dimension m.
         spare: another tensor of the shape of ``v``, to be overwritten.
     """
-    found, _ = g_inverse.left(*a_inverse.right(v, spare))
-    if found is not v:
-        v.copy_(found)
+    product, _ = g_inverse.left(*a_inverse.right(v, spare))
+    if product is not v:
+        v.copy_(product)
 
 
 def normalised(x: Tensor, eps: float, stats: tuple[Tensor, Tensor] | None = None) -> Tensor:

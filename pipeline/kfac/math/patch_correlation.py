@@ -150,15 +150,15 @@ def _masks(
     geo: Geometry, height: int, width: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[_Masks, ...]:
     """Return the numbers of all lags of a plan as tensors."""
-    found = []
+    masks = []
     for entry in lag_plan(geo, height, width).lags:
         first, second = torch.tensor(entry.members, device=device).T
         rows_in = torch.tensor(entry.rows_in, dtype=dtype, device=device)
         border = torch.tensor(entry.border_out, dtype=dtype, device=device)
         columns = torch.tensor(entry.columns_out, dtype=dtype, device=device)
         corners = (columns[:, :, None] * border[:, None, :]).flatten(1)
-        found.append(_Masks(first, second, rows_in, columns, corners))
-    return tuple(found)
+        masks.append(_Masks(first, second, rows_in, columns, corners))
+    return tuple(masks)
 
 
 class _SubMap:

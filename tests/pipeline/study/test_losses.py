@@ -18,22 +18,22 @@ def study() -> QuantizerStudy:
 
 
 def test_losses_over_the_step_equal_integration() -> None:
-    found = step_study(points=9)
+    study_result = step_study(points=9)
     t = np.linspace(-9, 9, 180_001)
     density = np.exp(-(t**2) / 2) / np.sqrt(2 * np.pi)
-    for k, losses in found.losses.items():
-        for step, value in zip(found.steps, losses, strict=True):
+    for k, losses in study_result.losses.items():
+        for step, value in zip(study_result.steps, losses, strict=True):
             q = np.clip(np.floor(t / step), -(2 ** (k - 1)), 2 ** (k - 1) - 1)
             integral = np.trapezoid((t - step * (q + 0.5)) ** 2 * density, t)
             assert value == pytest.approx(integral, rel=2e-3, abs=1e-7)
 
 
 def test_the_marked_step_is_the_best() -> None:
-    found = step_study()
-    assert found.optima == {k: (LAMBDA[k], pytest.approx(LOSS[k], rel=1e-7)) for k in range(1, 9)}
-    for k, losses in found.losses.items():
-        best = found.steps[np.argmin(losses)]
-        assert losses.min() >= found.optima[k][1]
+    study_result = step_study()
+    assert study_result.optima == {k: (LAMBDA[k], pytest.approx(LOSS[k], rel=1e-7)) for k in range(1, 9)}
+    for k, losses in study_result.losses.items():
+        best = study_result.steps[np.argmin(losses)]
+        assert losses.min() >= study_result.optima[k][1]
         assert best == pytest.approx(LAMBDA[k], rel=0.02)  # one point of the grid is 1.5 %
 
 
