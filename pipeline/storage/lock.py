@@ -52,7 +52,7 @@ def claimed(path: Path, *further: Path) -> Iterator[None]:
             recover(one)
         yield
     finally:
-        # Remove the name before the lock: a process that opened the file meanwhile sees that the name is gone.
+        # Remove the name first: a process that opened the file meanwhile then sees that the name is gone.
         with contextlib.suppress(OSError):  # Windows does not remove open files
             lock.unlink()
         os.close(descriptor)

@@ -310,5 +310,5 @@ def test_a_rank_that_dies_ends_the_others_with_a_clear_message(ranks: Ranks) -> 
     for kind, message in answers[1:]:
         assert kind == "error"
         assert "JobError: rank" in message
-        assert "lost the others" in message
+        assert "lost its connection" in message
         assert "timed out" not in message.lower()  # it was told, and did not wait
