@@ -1,4 +1,4 @@
-"""Quantisers as torch modules: the training forward computes exactly the values that are deployed."""
+"""Fake quantisation as torch modules: the forward pass computes exactly the deployed values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ul2q.pipeline.quantize.weight import rule_for
 
 MODES: Final = ("off", "observe", "quantize")
 HISTOGRAM_SAMPLE: Final = 2**18
-"""At most so many values of a batch, evenly spaced, enter the histogram; moments and extremes take all."""
+"""Largest number of values of a batch in the histogram, evenly spaced; moments and extremes use all."""
 
 
 class _QuantizedWeight(torch.autograd.Function):
@@ -52,11 +52,11 @@ def _on_grid(w: Tensor, grid: grids.Grid, axis: int) -> Tensor:
 
 
 class WeightQuantizer(nn.Module):
-    """μL2Q, or a quantiser to compare it with, as a `torch.nn.utils.parametrize` parametrisation of a weight.
+    """A weight quantiser as a `torch.nn.utils.parametrize` parametrisation.
 
-    Forward: scale·(multiplier·q + offset) with the grid of the current weight, equal bit for bit to
-    `ul2q.pipeline.quantize.weight.quantize` and to DequantizeLinear. Backward: identity, without a
-    gradient through the statistics.
+    Forward: scale·(multiplier·q + offset) with the grid of the current weight, bitwise equal to
+    `ul2q.pipeline.quantize.weight.quantize` and to DequantizeLinear. Backward: identity, without a gradient
+    through the statistics.
 
     Args:
         k: width in bits, 1..8.
@@ -83,7 +83,7 @@ class WeightQuantizer(nn.Module):
         return _QuantizedWeight.apply(w, self.k, self.granularity, self.channel_axis, self.quantizer)
 
     def right_inverse(self, w: Tensor) -> Tensor:
-        """Return ``w``: assigning a weight sets the float weight behind it."""
+        """Return ``w``: assigning a weight sets the float weight."""
         return w
 
     def extra_repr(self) -> str:
@@ -111,14 +111,14 @@ class _QuantizedActivation(torch.autograd.Function):
 class ActivationQuantizer(nn.Module):
     """8-bit quantiser of one activation tensor, scale and zero point per tensor.
 
-    Modes: "off" passes x through; "observe" does so after taking it into the statistics; "quantize" returns
+    Modes: "off" returns x; "observe" returns x and updates the statistics; "quantize" returns
     (p − zero_point)·scale with p = clip(round(x/scale) + zero_point, 0, 255) and passes the gradient inside
-    the range only. `set_from_stats` goes from "observe" to "quantize".
+    the range only. `set_from_stats` switches from "observe" to "quantize".
 
     Args:
-        name: what errors call it.
+        name: its name in errors.
         fit: normal, rectified, minmax or auto (see `fit_activation`).
-        clip: bounds that the levels may not pass, for a following or fused clamp.
+        clip: bounds that the levels may not exceed, for a following or fused clamp.
 
     Attributes:
         scale: float32 buffer [].
@@ -168,7 +168,7 @@ class ActivationQuantizer(nn.Module):
         return x
 
     def _observe(self, x: Tensor) -> None:
-        """Take ``x`` into the statistics.
+        """Update the statistics with ``x``.
 
         Raises:
             UsageError: ``x`` has NaN or infinite values.
@@ -195,7 +195,7 @@ class ActivationQuantizer(nn.Module):
         histogram.add_counts(counts.cpu().numpy(), int((sample == 0).sum()))
 
     def set_from_stats(self) -> ActivationParams:
-        """Fit scale and zero point to what was observed and switch to "quantize".
+        """Fit scale and zero point to the statistics and switch to "quantize".
 
         Returns:
             The fit.

@@ -1,4 +1,4 @@
-"""The studies as files: a picture, and its numbers as CSV and JSON; the same bytes every time."""
+"""Write the studies as files: a figure, and its numbers as CSV and JSON, with reproducible bytes."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def write_study(
 
     Args:
         name: one of `STUDIES`.
-        folder: where to write; made if it does not exist.
+        folder: output folder, created if it does not exist.
         overwrite: replace files that exist.
-        progress: where to report.
+        progress: progress output.
 
     Returns:
         The files.
@@ -97,7 +97,7 @@ STUDIES: Final[dict[str, Callable[[], tuple[bytes, bytes, bytes]]]] = {
     "lambda": _lambda,
     "quantizers": _quantizers,
 }
-"""What makes the picture, the table and the document of each study."""
+"""Functions that return the figure, the table and the document of each study."""
 
 
 def _csv(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> bytes:
@@ -114,7 +114,7 @@ def _json(document: dict[str, Any]) -> bytes:
 
 def _png(figure: Figure) -> bytes:
     content = io.BytesIO()
-    # without the version of the library, which would make other bytes
+    # without the version of matplotlib, which would change the bytes
     figure.savefig(content, format="png", dpi=_DOTS_PER_INCH, metadata={"Software": None})
     return content.getvalue()
 
@@ -126,10 +126,10 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def draw_steps(study: StepStudy) -> Figure:
-    """Draw J over λ.
+    """Plot J over λ.
 
     Returns:
-        The picture: one line a width, the optima marked.
+        The figure, with one line per width and marked optima.
     """
     figure = _figure(8, 5.5)
     axes = figure.add_subplot()
@@ -147,10 +147,10 @@ def draw_steps(study: StepStudy) -> Figure:
 
 
 def draw_quantizers(study: QuantizerStudy) -> Figure:
-    """Draw the losses of all quantisers.
+    """Plot the losses of all quantisers.
 
     Returns:
-        The picture: by width above, below it by mean and by standard deviation for some widths.
+        The figure: by width, and for some widths by mean and by standard deviation.
     """
     figure = _figure(13, 11)
     grid = figure.add_gridspec(3, len(_SHOWN_WIDTHS))
@@ -175,7 +175,7 @@ def draw_quantizers(study: QuantizerStudy) -> Figure:
 
 
 def _style(name: str) -> Line2D:
-    """Return how the lines of a quantiser look: hollow marks leave visible what they coincide with."""
+    """Return the line style of a quantiser: hollow markers keep coinciding lines visible."""
     colour, marker, line = _STYLES[list(QUANTIZERS).index(name) % len(_STYLES)]
     size, face = (5, colour) if name == DEFAULT_QUANTIZER else (8, "none")
     label = QUANTIZERS[name].title
@@ -184,7 +184,7 @@ def _style(name: str) -> Line2D:
 
 
 def _lines(axes: Axes, losses: Sequence[Loss], field: str) -> None:
-    """Draw one line a quantiser of the losses over ``field``, a little beyond whole powers of ten."""
+    """Plot the losses over ``field``, one line per quantiser, with limits just beyond powers of ten."""
     for name in QUANTIZERS:
         selected = [one for one in losses if one.quantizer == name]
         line = _style(name)

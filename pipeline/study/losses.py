@@ -1,4 +1,4 @@
-"""What the studies compute: J over λ in closed form, and the loss of every quantiser on normal samples."""
+"""Compute the studies: J over λ in closed form, and the loss of every quantiser on normal samples."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StepStudy:
 
     Attributes:
         steps: λ, ascending.
-        losses: J for each width in bits, one value a step.
+        losses: J for each width in bits, one value per step.
         optima: (λ*, J(λ*)) for each width in bits.
     """
 
@@ -44,7 +44,7 @@ def step_study(points: int = 401) -> StepStudy:
 
 
 def loss(w: NDArray[np.floating], k: int, quantizer: str) -> float:
-    """Return the mean squared error of a quantiser, with the levels as published.
+    """Return the mean squared error of a quantiser with its levels as published.
 
     Args:
         w: samples [n].
@@ -62,7 +62,7 @@ def loss(w: NDArray[np.floating], k: int, quantizer: str) -> float:
 
 @dataclass(frozen=True)
 class Loss:
-    """One measured loss.
+    """A measured loss.
 
     Attributes:
         quantizer: the quantiser.
@@ -81,11 +81,11 @@ class Loss:
 
 @dataclass(frozen=True)
 class QuantizerStudy:
-    """The loss of every quantiser at every width that it has, figure 5 of [P].
+    """The loss of every quantiser at each of its widths, figure 5 of [P].
 
     Attributes:
         samples: number of samples.
-        seed: their seed; all normal distributions are shifted and scaled from the same samples.
+        seed: their seed; all distributions are shifted and scaled from the same samples.
         by_width: on N(0, 1).
         by_mean: on N(μ, 1).
         by_deviation: on N(0, σ²).
@@ -108,7 +108,7 @@ def quantizer_study(
 
     Args:
         samples: number of samples.
-        seed: of the samples.
+        seed: seed of the samples.
         means: μ at σ = 1.
         deviations: σ at μ = 0.
 

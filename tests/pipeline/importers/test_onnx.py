@@ -338,8 +338,8 @@ HUGE = [node("ConstantOfShape", "s", "big"), node("Add", "x big")]
         ([node("NonMaxSuppression", "x x")], {}, "operator NonMaxSuppression (/y/NonMax"),
         ([helper.make_node("Foo", ["x"], ["y"], name="f", domain="c")], {}, "operator c.Foo (f) is not"),
         ([node("QuantizeLinear", "x s", "q"), node("DequantizeLinear", "q s")], {"s": np.float32(1)},
-         "it is quantised already (QuantizeLinear at /q/QuantizeLinear): give the float model"),
-        (HUGE, {"s": np.array([1 << 40])}, "operator ConstantOfShape (/big/ConstantOfShape) makes a"),
+         "it is already quantised (QuantizeLinear at /q/QuantizeLinear): give the float model"),
+        (HUGE, {"s": np.array([1 << 40])}, "operator ConstantOfShape (/big/ConstantOfShape) generates a"),
         ([node("Conv", "x w")], {"w": weights(4, 9, 3, 3)}, "does not run on the data"),
     ],
 )  # fmt: skip

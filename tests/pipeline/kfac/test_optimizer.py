@@ -239,7 +239,7 @@ def test_state_of_another_model_is_refused() -> None:
     optimizer = KFAC(nn.Linear(2, 2))
     with pytest.raises(UsageError, match="does not belong to K-FAC on this model"):
         optimizer.load_state_dict(KFAC(nn.Sequential(nn.Linear(2, 2))).state_dict())
-    with pytest.raises(UsageError, match="not of K-FAC"):
+    with pytest.raises(UsageError, match="does not belong to K-FAC"):
         optimizer.load_state_dict(torch.optim.SGD(nn.Linear(2, 2).parameters()).state_dict())
 
 
