@@ -1,10 +1,10 @@
-"""Large networks at 224x224: files, integer operators, latency and memory, beside ONNX Runtime's static int8.
+"""Large networks at 224x224: size, integer operators, latency and memory, compared with ORT static int8.
 
     python benchmarks/large.py resnet18 mobilenet_v2 resnet50 unet linknet unetplusplus
 
-Every network has random weights, batch norms with the statistics of the drawn images, and 32 drawn images
+Every network has random weights, batch norms with the statistics of the random images, and 32 random images
 with labels. It is compressed to 2-bit weights without fine-tuning, and its float file is quantised by
-onnxruntime.quantization with the same images; both in processes of their own, whose peak memory is told.
+onnxruntime.quantization with the same images, each in a separate process whose peak memory is reported.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def compress_one(name: str, folder: Path, wbits: int) -> dict[str, Any]:
 
 
 def quantize_one(folder: Path) -> dict[str, Any]:
-    """Quantise float.onnx of ``folder`` as the peer advises: fused first, then calibrated.
+    """Quantise float.onnx of ``folder`` as onnxruntime recommends: fused first, then calibrated.
 
     Returns:
         Seconds, and the peak of the resident memory in bytes.

