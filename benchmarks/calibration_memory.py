@@ -1,11 +1,11 @@
-"""Peak memory of calibration with few and with many samples: it must not grow with their number.
+"""Measure the peak memory of calibration with few and with many samples, which must not grow.
 
     python benchmarks/calibration_memory.py [--few 200] [--many 20000]
 
-Each count is calibrated in a process of its own, on random images that are mapped from a file and written
-beforehand; the peak is that of the resident memory minus the pages of that file, which the system may drop at
-any time. The allocator is told to hand freed blocks back at once: what it otherwise keeps varies by a tenth
-from run to run, and stays the same from some thousand samples on.
+Each count is calibrated in a separate process, on random images mapped from a file that is written before.
+The peak is that of the resident memory without the pages of that file, which the system may drop at any time.
+The allocator returns freed blocks at once: the memory that it otherwise caches varies by a tenth between
+runs, and is constant from some thousand samples on.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def peak_while_calibrating(path: Path, count: int) -> int:
 
 
 def _anonymous_bytes() -> int:
-    """Return the resident memory of this process that no file backs.
+    """Return the anonymous resident memory of this process.
 
     Raises:
         SystemExit: the system does not tell.

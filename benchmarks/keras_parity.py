@@ -1,4 +1,4 @@
-"""Print how Keras, ONNX Runtime and the lowered torch network agree, code for code, on 1,000 digits.
+"""Print the agreement of Keras, ONNX Runtime and the lowered torch network, code by code, on 1,000 digits.
 
     python benchmarks/keras_parity.py [--epochs N] [ARCH ...]
 

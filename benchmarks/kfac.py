@@ -1,15 +1,15 @@
-"""What K-FAC costs and what it brings: step times over SGD, training curves, bytes between ranks.
+"""Cost and benefit of K-FAC: step times relative to SGD, training curves, bytes between ranks.
 
     python benchmarks/kfac.py steps              step time over SGD with momentum, a floor of products
     python benchmarks/kfac.py curve -o docs      epochs and seconds to an accuracy at batch 64, 512 and 2,000
     python benchmarks/kfac.py wire               bytes per step between two ranks against the formula
 
 ``steps`` compares with the best public PyTorch implementation on a machine of the same class (KAISA, 2-core
-CPU); figures above 1 are times SGD. With ``--threads 1`` it counts processor time, which other work on the
-machine disturbs less. With more threads, ``--main-thread`` counts that of the main one, which does its share
-of all that is shared out and the whole of the rest: what the clock would say on an idle machine, as long as
-threads that wait use no time (``OMP_WAIT_POLICY=passive``). ``wire`` reads the loopback interface's counters,
-in a network namespace of its own where ``unshare`` may make one.
+CPU); figures are multiples of SGD. With ``--threads 1`` it reports CPU time, which other load on the machine
+affects less. With more threads, ``--main-thread`` reports the CPU time of the main thread, which runs all
+serial work and its share of the parallel work: it equals the wall time of an idle machine if waiting threads
+use no time (``OMP_WAIT_POLICY=passive``). ``wire`` reads the counters of the loopback interface, in a
+separate network namespace if ``unshare`` can create one.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from ul2q.pipeline.kfac.layers.kronecker import KroneckerLayer, find_layers
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
-#: count the main thread's processor time, however many threads there are
+#: whether to count the CPU time of the main thread, for any number of threads
 _main_thread = False
 
 
 def _now() -> float:
-    """Return the processor's time where there is one thread, else the clock's."""
+    """Return the CPU time with one thread, else the wall time."""
     if _main_thread:
         return time.thread_time()
     return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
@@ -85,7 +85,7 @@ def resnet20() -> nn.Module:
 
 
 def small_lenet() -> nn.Module:
-    """Return the 6-16-120-84 network for 3x32x32 images that the published figures are for."""
+    """Return the 6-16-120-84 network for 3x32x32 images of the published figures."""
     return nn.Sequential(
         nn.Conv2d(3, 6, 5), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2),
@@ -128,7 +128,7 @@ CASES = (
 
 
 class Runner:
-    """A network with an optimiser and one batch, to be stepped and timed."""
+    """A network with an optimiser and one batch, for timing steps."""
 
     def __init__(self, case: Case, make: Make) -> None:
         torch.manual_seed(0)
@@ -186,7 +186,7 @@ def products_floor(case: Case) -> float:
 
 
 def steps(console: Console, repeats: int) -> None:
-    """Print step times; optimisers take turns, the ratio is the median over the turns."""
+    """Print step times; the optimisers alternate, the ratio is the median over the rounds."""
     table = Table(
         "network", "SGD ms", "1/1", "goal", "published", "10/100", "goal", "published", "10/100 averaged"
     )
@@ -221,11 +221,11 @@ def steps(console: Console, repeats: int) -> None:
     sgd, every = Runner(case, _sgd), Runner(case, _kfac(1, 1))
     sgd(1), every(1)
     floors = [_seconds(lambda: sgd(1)) + products_floor(case) for _ in range(2)]
-    ours = _seconds(lambda: every(1))
+    kfac_time = _seconds(lambda: every(1))
     console.print(
         f"{case.name}: floor of its own matrix products {min(floors) * 1e3:.0f} ms a step, ", end=""
     )
-    console.print(f"K-FAC 1/1 {ours * 1e3:.0f} ms: {ours / min(floors):.2f}x the floor (goal 1.1x)")
+    console.print(f"K-FAC 1/1 {kfac_time * 1e3:.0f} ms: {kfac_time / min(floors):.2f}x the floor (goal 1.1x)")
 
 
 def _loopback_bytes() -> int:
@@ -234,7 +234,7 @@ def _loopback_bytes() -> int:
 
 
 def expected_bytes(model: nn.Module, world: int, transport: int) -> int:
-    """Bytes of one refreshing step: (P − 1) times packed triangles and gradients, and the weights back.
+    """Return the bytes of one refresh: (P − 1) times packed triangles and gradients, and the weights back.
 
     Args:
         model: the model; statistics of every layer are expected to travel as triangles.
@@ -279,7 +279,7 @@ def _rank(rank: int, world: int, store: str, answer: str) -> None:
 
 
 def wire(console: Console, world: int) -> None:
-    """Compare the loopback counters with the formula, in a network namespace of its own if possible."""
+    """Compare the loopback counters with the formula, in a separate network namespace if possible."""
     inside = "UL2Q_WIRE_INSIDE"
     unshare = shutil.which("unshare")
     if inside not in os.environ and unshare is not None:

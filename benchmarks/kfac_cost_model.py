@@ -1,11 +1,11 @@
-"""What the five stages of distributed K-FAC cost for ResNet-50, from 1 to 4,096 ranks; checked at 2 and 4.
+"""Cost of the five stages of distributed K-FAC for ResNet-50 on 1 to 4,096 ranks, verified at 2 and 4.
 
-    python benchmarks/kfac_cost_model.py             the model, and its bytes against those of local ranks
+    python benchmarks/kfac_cost_model.py             the model, and its bytes compared with local ranks
     python benchmarks/kfac_cost_model.py --markdown  the table as docs/distributed.md has it
 
-The network is built without memory; layer sizes, owners and forms of transport are the optimiser's own.
-Every figure is of one step of one rank: bytes sent, and multiply-adds. Samples per rank are constant, so that
-the batch grows with the ranks.
+The network is built without memory; layer sizes, owners and wire formats are those of the optimiser. All
+figures are per step and rank: bytes sent, and multiply-adds. Samples per rank are constant, so that the batch
+grows with the ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ul2q.pipeline.kfac.distributed.ownership import Unit, assign, cost, units_o
 from ul2q.pipeline.kfac.distributed.wire_format import form_of, part_sizes
 from ul2q.pipeline.kfac.layers.kronecker import KroneckerLayer, find_layers
 
-#: the interval that the owners are balanced for
+#: inversion interval for which the owners are balanced
 INTERVAL = 10
 
 
@@ -83,7 +83,7 @@ class Network:
 
     @classmethod
     def of(cls, model: nn.Module, example: Tensor) -> Network:
-        """Return the sizes found by running one example through a model."""
+        """Return the sizes, measured by running one example through a model."""
         layers, _ = find_layers(model)
         positions: dict[str, int] = {}
         handles = [
@@ -98,7 +98,7 @@ class Network:
         return cls(units_of(model, layers), positions, sum(p.numel() for p in model.parameters()))
 
     def numbers(self, samples: int, world: int) -> tuple[int, int]:
-        """Return how many numbers of statistics and of gradients one rank has to send for all units."""
+        """Return the numbers of statistics and of gradients that one rank sends for all units."""
         statistics = gradients = 0
         for unit in self.units:
             rows = 0 if unit.layer is None else samples * self.positions[unit.layer.name]
@@ -108,13 +108,13 @@ class Network:
 
     def kronecker(self) -> list[tuple[int, int, int, int]]:
         """Return groups, d, m and positions of every Kronecker-factored layer."""
-        found = [unit.layer for unit in self.units if isinstance(unit.layer, KroneckerLayer)]
-        return [(layer.groups, *layer.dims, self.positions[layer.name]) for layer in found]
+        layers = [unit.layer for unit in self.units if isinstance(unit.layer, KroneckerLayer)]
+        return [(layer.groups, *layer.dims, self.positions[layer.name]) for layer in layers]
 
 
 @dataclass(frozen=True)
 class Cost:
-    """One step of one rank: multiply-adds and bytes. Sent bytes are the mean of the ranks.
+    """Multiply-adds and bytes of one step of one rank; sent bytes are the mean over the ranks.
 
     Attributes:
         passes: forward and backward (the backward pass twice the forward).
@@ -193,7 +193,7 @@ def table(samples: int, worlds: Sequence[int], *, markdown: bool) -> Table:
 
 
 def small() -> nn.Module:
-    """Return what the check trains: convolutions, batch normalisation, a wide linear layer."""
+    """Return the network of the check: convolutions, batch normalisation, a wide linear layer."""
     return nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
         nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, groups=4), nn.ReLU(),
@@ -201,7 +201,7 @@ def small() -> nn.Module:
     )  # fmt: skip
 
 
-#: samples a rank in the check
+#: samples per rank in the check
 SAMPLES = 16
 
 
@@ -226,7 +226,7 @@ def _rank(rank: int, world: int, store: str, transport: str | None) -> None:
 
 
 def check(console: Console) -> None:
-    """Compare the model's bytes with what local ranks count, summed over the ranks."""
+    """Compare the model's bytes with those counted by local ranks, summed over the ranks."""
     network = Network.of(small(), torch.zeros(1, 3, 16, 16))
     for world in (2, 4):
         for transport, size in ((None, 4), ("float16", 2)):
@@ -234,19 +234,19 @@ def check(console: Console) -> None:
                 multiprocessing.spawn(_rank, (world, f"{folder}/store", transport), nprocs=world)
                 measured = [float(text) for text in Path(f"{folder}/store.sent").read_text().split()]
             statistics, gradients = network.numbers(SAMPLES, world)
-            for what, found, numbers in (
+            for what, counted, numbers in (
                 ("refreshing", measured[0], statistics + gradients),
                 ("other", measured[1], gradients),
             ):
                 expected = (world - 1) * (size * numbers + 4 * network.parameters)
                 console.print(
-                    f"{world} ranks, {transport or 'float32'}, {what} step: {found / 1e6:.3f} MB counted, "
-                    f"model {expected / 1e6:.3f} MB, ratio {found / expected:.4f}"
+                    f"{world} ranks, {transport or 'float32'}, {what} step: {counted / 1e6:.3f} MB counted, "
+                    f"model {expected / 1e6:.3f} MB, ratio {counted / expected:.4f}"
                 )
 
 
 def main() -> None:
-    """Print the model, and its check unless only the table is wanted."""
+    """Print the model, and its check unless only the table is requested."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--samples", type=int, default=32, help="samples per rank")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 16, 64, 256, 1024, 4096])

@@ -1,10 +1,10 @@
-"""The part ``curve`` of kfac.py: epochs and seconds to an accuracy, K-FAC against SGD with momentum.
+"""Part ``curve`` of kfac.py: epochs and seconds to an accuracy, K-FAC against SGD with momentum.
 
-Both get the same network, initial weights, batches, momentum and number of learning rates to try; K-FAC's
-damping is its default, 0.1, at every batch size. A rate is chosen on validation samples, with one seed; the
-curves are of test samples and three other seeds. Seconds are of one thread's processor time, forward to
-update: other work on the machine then counts little. Every finished run is kept in a file, from which an
-interrupted search goes on.
+Both use the same network, initial weights, batches, momentum and number of candidate learning rates; K-FAC's
+damping is its default, 0.1, at every batch size. The rate is chosen on validation samples with one seed; the
+curves are of test samples and three other seeds. Seconds are CPU time of one thread, from forward to update,
+which other load on the machine affects little. Every finished run is saved in a file, from which an
+interrupted search resumes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ul2q.pipeline.training.settings import MOMENTUM
 RATES = (0.1, 0.03, 0.3, 0.01, 1.0, 0.003)
 SEEDS = (1, 2, 3)
 NAMES = ("SGD", "K-FAC")
-#: samples whose batch statistics normalise a measurement
+#: samples for the batch norm statistics of a measurement
 _STATISTICS = 500
 
 
@@ -62,7 +62,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Run:
-    """What decides a curve.
+    """Settings of a curve.
 
     Attributes:
         optimizer: one of ``NAMES``.
@@ -92,15 +92,15 @@ class Run:
         return KFAC(model, self.rate, momentum=MOMENTUM, factor_interval=interval, inverse_interval=interval)
 
 
-class Kept:
-    """Curves in a file, so that none is computed twice."""
+class CurveCache:
+    """Curves cached in a file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._curves = json.loads(path.read_text()) if path.exists() else {}
 
     def get(self, run: Run, compute: Callable[[Run], Curve]) -> Curve:
-        """Return the curve of ``run``, computed unless it is kept."""
+        """Return the curve of ``run``, computed unless it is cached."""
         key = json.dumps(asdict(run), sort_keys=True)
         if key not in self._curves:
             self._curves[key] = asdict(compute(run))
@@ -133,7 +133,7 @@ def _measure(model: nn.Module, held_out: Dataset, sample: Tensor) -> float:
 
 
 def train(data: DataSplits, run: Run) -> Curve:
-    """Train lenet5, measuring at every step but at most about four times an epoch.
+    """Train lenet5 and measure at every step, but at most about four times per epoch.
 
     Returns:
         The curve, as far as the run got.
@@ -168,26 +168,26 @@ def train(data: DataSplits, run: Run) -> Curve:
 
 
 def most_epochs(batch: int) -> float:
-    """Return the epochs after which a run is given up: larger batches need more."""
+    """Return the largest number of epochs of a run: larger batches need more."""
     return min(4 + batch / 125, 12)
 
 
-def _search(kept: Kept, data: DataSplits, name: str, batch: int, target: float) -> float | None:
-    """Return the rate that first reaches the accuracy on validation samples; None if none does.
+def _search(cache: CurveCache, data: DataSplits, name: str, batch: int, target: float) -> float | None:
+    """Return the learning rate that first reaches the accuracy on validation samples, or None.
 
     A run ends as soon as it cannot win any more, and when half of the best epochs so far leave it far behind.
     """
     best, shortest = None, most_epochs(batch)
     for rate in RATES:
         run = Run(name, rate, batch, 0, "validation", shortest, target, 0.0 if best is None else 0.85)
-        epochs, _ = kept.get(run, lambda run: train(data, run)).reaches(target)
+        epochs, _ = cache.get(run, lambda run: train(data, run)).reaches(target)
         if epochs < shortest or (best is None and epochs <= shortest):
             best, shortest = rate, epochs
     return best
 
 
 def _spread(values: Sequence[float], digits: int) -> str:
-    """Return the median and the extremes as text; "never" is within the run's epochs."""
+    """Return the median and the extremes as text, or "never" within the run's epochs."""
     shown = ["never" if math.isinf(v) else f"{v:.{digits}f}" for v in sorted(values)]
     if shown[0] == shown[-1]:
         return shown[0]
@@ -195,32 +195,32 @@ def _spread(values: Sequence[float], digits: int) -> str:
 
 
 def curve(
-    console: Console, folder: Path, kept_in: Path, targets: Sequence[float], sizes: Sequence[int]
+    console: Console, folder: Path, cache_path: Path, targets: Sequence[float], sizes: Sequence[int]
 ) -> None:
-    """Search both learning rates on validation data, then measure on test data; draw the picture.
+    """Search both learning rates on validation data, then measure on test data and plot.
 
     Args:
         console: where to print.
         folder: where the picture goes.
-        kept_in: the file of finished runs.
+        cache_path: the file of finished runs.
         targets: accuracies to report; the rate is chosen for the first.
         sizes: batch sizes.
     """
-    data, kept = load_data("mnist5k"), Kept(kept_in)
+    data, cache = load_data("mnist5k"), CurveCache(cache_path)
     columns = [f"{what} to {t:.0%}" for t in targets for what in ("epochs", "seconds")]
     title = f"lenet5 on mnist5k, test samples, median (range) of {len(SEEDS)} seeds, one thread's CPU seconds"
     table = Table("batch", "optimiser", "rate", *columns, title=title)
     curves: dict[tuple[int, str], list[Curve]] = {}
     for batch, name in itertools.product(sizes, NAMES):
-        rate = _search(kept, data, name, batch, targets[0])
+        rate = _search(cache, data, name, batch, targets[0])
         if rate is None:
             table.add_row(str(batch), name, "none within the limit")
             continue
         runs = [Run(name, rate, batch, seed, "test", most_epochs(batch), max(targets)) for seed in SEEDS]
-        found = curves[batch, name] = [kept.get(run, lambda run: train(data, run)) for run in runs]
+        finished = curves[batch, name] = [cache.get(run, lambda run: train(data, run)) for run in runs]
         cells = []
         for target in targets:
-            epochs, seconds = zip(*(one.reaches(target) for one in found), strict=True)
+            epochs, seconds = zip(*(one.reaches(target) for one in finished), strict=True)
             cells += [_spread(epochs, 2), _spread(seconds, 1)]
         table.add_row(str(batch), name, f"{rate:g}", *cells)
         console.print(f"batch {batch}, {name}: rate {rate:g}, " + ", ".join(cells))
@@ -254,9 +254,9 @@ def _draw(
     figure.savefig(path, dpi=100, metadata={"Software": None})
 
 
-def _lines(axis, found: list[Curve], of: str, name: str, colour: str) -> None:  # type: ignore[no-untyped-def]
-    """Draw every seed thinly, and their mean."""
-    points = [(getattr(one, of), one.accuracy) for one in found]
+def _lines(axis, curves: list[Curve], of: str, name: str, colour: str) -> None:  # type: ignore[no-untyped-def]
+    """Plot every seed with a thin line, and their mean."""
+    points = [(getattr(one, of), one.accuracy) for one in curves]
     for xs, ys in points:
         axis.plot(xs, [100 * y for y in ys], color=colour, linewidth=0.6, alpha=0.4)
     shared = min((len(xs) for xs, _ in points), default=0)

@@ -1,11 +1,10 @@
-"""Kill compress and train at random moments: the output is the old one or the new, and the next run works.
+"""Kill compress and train at random times: the output must be the old or the new one, and the next run work.
 
     python benchmarks/kill.py [--points 50] [--seed 0] [--command compress|train]
 
-Each run is a fork of this process, killed with SIGKILL after a random share of the processor time that a
-whole run takes. Then it is started again, with --resume where something was kept, and must give the bytes of
-an uninterrupted run. Every fifth time there is no old output. Prints one JSON document; the exit code is 1 if
-anything was lost.
+Each run is a fork of this process, killed with SIGKILL after a random fraction of the CPU time of a complete
+run. It is then restarted, with --resume if state was saved, and must write the bytes of an uninterrupted run.
+Every fifth time there is no old output. Prints one JSON document; the exit code is 1 if anything was lost.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from pathlib import Path
 from ul2q.pipeline.cli.app import execute
 
 State = dict[str, str]
-#: files that are the same for the same seed; the others hold times
+#: files that are equal for equal seeds; the others contain times
 STABLE = {"model.onnx", "float.onnx", "checkpoint.pt", "config.json"}
 REPORTS = {"report.json", "report.md", "report.html"}
 
 
 def state(output: Path) -> State | None:
-    """Return the digests of the stable files of an output; None without one, or if it is not whole."""
+    """Return the digests of the reproducible files of an output; None if it is missing or incomplete."""
     if output.is_file():
         return {output.name: hashlib.sha256(output.read_bytes()).hexdigest()}
     if not output.exists():
@@ -47,13 +46,13 @@ def state(output: Path) -> State | None:
 
 
 def processor_seconds(process: int) -> float:
-    """Return the processor time of a running process so far."""
+    """Return the CPU time of a running process so far."""
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def run(arguments: list[str], log: Path, limit: float | None = None) -> tuple[int, float]:
-    """Run the command in a fork, and kill it after ``limit`` seconds on the processor; it prints to ``log``.
+    """Run the command in a fork and kill it after ``limit`` seconds of CPU time; it prints to ``log``.
 
     Returns:
         Its exit code, -9 if killed, and the processor time.
@@ -84,7 +83,7 @@ def run(arguments: list[str], log: Path, limit: float | None = None) -> tuple[in
 def points(
     command: Callable[[int], list[str]], output: Path, unfinished: Path, count: int, seed: int
 ) -> dict[str, object]:
-    """Kill ``count`` runs of ``command(seed)``, whose output is one of two; what ends before does not count.
+    """Kill ``count`` runs of ``command(seed)`` with two possible outputs; runs that finish do not count.
 
     Returns:
         How many were killed with the old, the new or no output in place, resumed, and what went wrong.
@@ -109,11 +108,11 @@ def points(
         limit = draw.uniform(0, whole)
         code, spent = run([*command(new), "--overwrite"], log, limit)
         tally["killed" if code == -signal.SIGKILL else "ended before"] += 1
-        found = state(output)
-        name = "new" if found == references[new] else "none" if found is None else "old"
+        result = state(output)
+        name = "new" if result == references[new] else "none" if result is None else "old"
         tally[name] += 1
-        if found not in (old, references[new]) or (code == 0 and name != "new"):
-            faults.append(f"point {point} ({spent:.2f} s): {found}")
+        if result not in (old, references[new]) or (code == 0 and name != "new"):
+            faults.append(f"point {point} ({spent:.2f} s): {result}")
         resume = unfinished.exists()
         tally["resumed"] += resume
         again, _ = run([*command(new), "--resume" if resume else "--overwrite"], log)
@@ -139,7 +138,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--command", choices=["compress", "train"])
     options = parser.parse_args()
-    # What a run would import anyway is imported once.
+    # Modules that every run needs are imported once.
     import ul2q.pipeline.training.train  # noqa: F401
 
     results = {}

@@ -1,10 +1,10 @@
-"""Large networks at 224x224: files, integer operators, latency and memory, beside ONNX Runtime's static int8.
+"""Large networks at 224x224: size, integer operators, latency and memory, compared with ORT static int8.
 
     python benchmarks/large.py resnet18 mobilenet_v2 resnet50 unet linknet unetplusplus
 
-Every network has random weights, batch norms with the statistics of the drawn images, and 32 drawn images
+Every network has random weights, batch norms with the statistics of the random images, and 32 random images
 with labels. It is compressed to 2-bit weights without fine-tuning, and its float file is quantised by
-onnxruntime.quantization with the same images; both in processes of their own, whose peak memory is told.
+onnxruntime.quantization with the same images, each in a separate process whose peak memory is reported.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def compress_one(name: str, folder: Path, wbits: int) -> dict[str, Any]:
 
 
 def quantize_one(folder: Path) -> dict[str, Any]:
-    """Quantise float.onnx of ``folder`` as the peer advises: fused first, then calibrated.
+    """Quantise float.onnx of ``folder`` as onnxruntime recommends: fused first, then calibrated.
 
     Returns:
         Seconds, and the peak of the resident memory in bytes.
@@ -88,8 +88,8 @@ def quantize_one(folder: Path) -> dict[str, Any]:
 def _in_process(part: str, name: str, folder: Path, wbits: int) -> dict[str, Any]:
     command = [sys.executable, __file__, name, "--part", part, "--folder", str(folder), "--wbits", str(wbits)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return measured
 
 
 def main() -> None:
@@ -109,8 +109,8 @@ def main() -> None:
         return
     table = Table(title=f"{options.wbits}-bit weights, 8-bit activations")
     for heading in (
-        "network", "float MB", "ours MB", "ratio", "static MB", "time / float", "time / static", "compress s",
-        "static s", "peak MB", "peak / static", "RSS MB float, ours, static", "operators in float",
+        "network", "float MB", "ul2q MB", "ratio", "static MB", "time / float", "time / static", "compress s",
+        "static s", "peak MB", "peak / static", "RSS MB float, ul2q, static", "operators in float",
     ):  # fmt: skip
         table.add_column(heading, justify="right")
     for name in options.networks:
@@ -122,7 +122,10 @@ def main() -> None:
 def _compare(name: str, folder: Path, wbits: int, runs: int) -> list[str]:
     shape = (IMAGES, *models.input_shape(name))
     np.save(folder / "images.npy", np.random.default_rng(0).standard_normal(shape, dtype=np.float32))
-    ours, static = _in_process("compress", name, folder, wbits), _in_process("quantize", name, folder, wbits)
+    quantized, static = (
+        _in_process("compress", name, folder, wbits),
+        _in_process("quantize", name, folder, wbits),
+    )
     paths = [folder / f"{kind}.onnx" for kind in ("float", "model", "static")]
     sizes = [path.stat().st_size for path in paths]
     rss = [runtime.peak_rss(path) / 1e6 for path in paths]
@@ -131,8 +134,8 @@ def _compare(name: str, folder: Path, wbits: int, runs: int) -> list[str]:
     left = {op: n for op, n in executed.items() if not op.startswith(("QLinear", "QGemm")) and op not in ENDS}
     return [
         *(f"{size / 1e6:.2f}" for size in sizes[:2]), f"{sizes[0] / sizes[1]:.2f}", f"{sizes[2] / 1e6:.2f}",
-        *(f"{ratio:.2f}" for ratio in against), f"{ours['seconds']:.1f}", f"{static['seconds']:.1f}",
-        f"{ours['peak'] / 1e6:.0f}", f"{ours['peak'] / static['peak']:.2f}",
+        *(f"{ratio:.2f}" for ratio in against), f"{quantized['seconds']:.1f}", f"{static['seconds']:.1f}",
+        f"{quantized['peak'] / 1e6:.0f}", f"{quantized['peak'] / static['peak']:.2f}",
         ", ".join(f"{value:.0f}" for value in rss),
         ", ".join(f"{n} {op}" for op, n in left.items()) or "none",
     ]  # fmt: skip

@@ -1,7 +1,7 @@
-"""Check that default files load in another, older ONNX Runtime and give the same codes there.
+"""Check that default files load in an older ONNX Runtime and return the same codes there.
 
-Files of every width, per tensor and per channel, are made here with random weights and batch norms whose
-factors are of either sign; another Python, which needs numpy and onnxruntime only, runs them.
+Files of every width, per tensor and per channel, are written here with random weights and batch norm factors
+of either sign; another Python, which needs numpy and onnxruntime only, runs them.
 
     python -m venv old && old/bin/pip install onnxruntime==1.20.1
     python benchmarks/old_runtime.py old/bin/python [--arch lenet5 resnet8] [--wbits 1 2 ... 8]
@@ -61,9 +61,9 @@ def main() -> None:
             for granularity in options.granularity
             for k in options.wbits
         ]
-        given = "\n".join(json.dumps(job) for job in jobs)
+        job_lines = "\n".join(json.dumps(job) for job in jobs)
         command = [options.python, "-c", _RUN]
-        done = subprocess.run(command, input=given, capture_output=True, text=True, check=True)
+        done = subprocess.run(command, input=job_lines, capture_output=True, text=True, check=True)
         version, *errors = (json.loads(line) for line in done.stdout.splitlines())
         table = Table(title=f"ONNX Runtime {version} against {onnxruntime.__version__}")
         for heading in (
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def _write(folder: Path, arch: str, granularity: str, k: int, samples: int) -> dict[str, Any]:
-    """Return a job: a file, the same file that also gives all its codes, and inputs."""
+    """Return a job: a file, the same file with all its codes as outputs, and inputs."""
     torch.manual_seed(0)
     model = models.build(arch).eval()
     for module in model.modules():
@@ -108,7 +108,7 @@ def _write(folder: Path, arch: str, granularity: str, k: int, samples: int) -> d
 
 
 def _compare(job: dict[str, Any]) -> list[str]:
-    """Return how many codes were compared, how many differ, and how far the outputs are apart."""
+    """Return the number of compared codes, of differing codes, and the largest difference of outputs."""
     live = runtime.session(Path(job["probe"]))
     here = live.run(job["names"], {"input": np.load(job["input"])})
     with np.load(job["output"]) as values:

@@ -2,8 +2,8 @@
 
 A LeNet of 20 and 50 channels and 500 hidden units without batch norm is trained on mnist5k with plain SGD,
 for several seeds. For each it prints the accuracy of the float network, of 2-bit weights before any
-fine-tuning and after 8 epochs of it, and of ONNX Runtime's own static int8 quantisation; then sizes, and the
-time of one sample relative to the float file (each takes turns with it).
+fine-tuning and after 8 epochs of it, and of ONNX Runtime's static int8 quantisation; then sizes, and the time
+of one sample relative to the float file, measured in alternation.
 
     python benchmarks/peers.py --seeds 0 1 2
 """
@@ -83,7 +83,7 @@ def _train(data: DataSplits, seed: int, epochs: int) -> nn.Module:
 
 
 class _Reader(CalibrationDataReader):
-    """The first 1,024 training samples, as the peer wants them."""
+    """The first 1,024 training samples as an onnxruntime calibration reader."""
 
     def __init__(self, data: DataSplits) -> None:
         self.samples: Iterator[np.ndarray] = (
@@ -97,7 +97,7 @@ class _Reader(CalibrationDataReader):
 
 
 def _files(before: CompressedModel, after: CompressedModel, data: DataSplits, folder: Path) -> list[Path]:
-    """Return float, 2-bit before and after fine-tuning, and the peer's file."""
+    """Return the float, 2-bit (before and after fine-tuning) and static int8 files."""
     paths = [folder / f"{name}.onnx" for name in ("float", "before", "after", "static")]
     before.exported_float.save(paths[0])
     before.to_onnx(paths[1])

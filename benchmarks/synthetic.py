@@ -1,10 +1,10 @@
-"""What it costs to have no data: accuracy with synthetic inputs against accuracy with the training samples.
+"""Cost of having no data: accuracy with synthetic inputs against accuracy with the training samples.
 
     python benchmarks/synthetic.py MODEL.pt … [--data mnist5k] [--wbits 2,4] [--samples 512]
 
-Every checkpoint is compressed twice at each width with 8-bit activations, with and without fine-tuning: from
-inputs drawn to match its batch norm statistics (`--synthetic`), and from the data. Accuracies are those of
-the lowered network, which ONNX Runtime reproduces code for code, on the test samples of the data.
+Every checkpoint is compressed at each width with 8-bit activations, with and without fine-tuning: from
+synthetic inputs that match its batch norm statistics (`--synthetic`), and from the data. Accuracies are those
+of the lowered network, which ONNX Runtime reproduces code by code, on the test samples of the data.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Train and compress the networks of the paper's Table 4 on the data given, and print its columns.
+"""Train and compress the networks of the paper's Table 4 on the specified data, and print its columns.
 
 Every network is trained in float by the paper's schedule (``--recipe``), then compressed to every weight
-width, with 8-bit and with float activations. Accuracy is ONNX Runtime's on the test samples. Beside the
-paper's size, bits times weights, is that of the file. Samples are varied during training as suits the data
-(colour images are moved and mirrored), but not digits: ``--augment`` varies these too.
+width, with 8-bit and with float activations. Accuracy is measured in ONNX Runtime on the test samples.
+Sizes are the paper's, bits times weights, and that of the file. Samples are augmented during training as
+suits the data (colour images are shifted and mirrored), digits only with ``--augment``.
 
     python benchmarks/table4.py                                            all three on 5,000 digits
     python benchmarks/table4.py --archs cifarnet vgg_like --data cifar-10-batches-py
     python benchmarks/table4.py --archs lenet5 --epochs 3 --finetune-epochs 1
     python benchmarks/table4.py --archs cifarnet --epochs 30 --lr 0.01
 
-The schedules are for 50,000 samples and more. Of fewer samples an epoch has fewer steps: CifarNet's learning
-rate of 0.0001 is then too low to get anywhere.
+The schedules are for 50,000 samples and more. With fewer samples an epoch has fewer steps: CifarNet's
+learning rate of 0.0001 is then too low.
 
 Finished cells and networks stay in ``--folder``: the same command goes on where it was stopped, within a
 network or a cell after its last whole epoch.
@@ -44,7 +44,7 @@ RECIPES = {"lenet5": "ul2q-lenet5", "cifarnet": "ul2q-cifarnet", "vgg_like": "ul
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked for.
+    """The requested table.
 
     Attributes:
         data: the data source.
@@ -64,7 +64,7 @@ class Plan:
 
 
 class Results:
-    """Finished cells in a file, each with the plan that it belongs to."""
+    """Finished cells in a file, each with its plan."""
 
     def __init__(self, path: Path, plan: Plan) -> None:
         self._path = path
@@ -75,7 +75,7 @@ class Results:
             )
 
     def get(self, key: str, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the cell ``key``, computed and kept unless it is there."""
+        """Return the cell ``key``, computed and saved unless it exists."""
         if key not in self._state["cells"]:
             self._state["cells"][key] = compute()
             write_bytes(self._path, json.dumps(self._state, indent=1).encode())
@@ -83,13 +83,13 @@ class Results:
 
 
 def written_characters(data: str) -> bool:
-    """Return whether the samples are characters, as far as their source knows."""
+    """Return whether the samples are characters, if their source records it."""
     train = load_data(data).train
     return train is not None and train.augmentation == "affine"
 
 
 def trained(arch: str, plan: Plan, folder: Path, progress: Progress) -> Path:
-    """Return the checkpoint of a trained network; an interrupted training goes on."""
+    """Return the checkpoint of a trained network; interrupted training is resumed."""
     path = folder / f"{arch}.pt"
     if not path.exists():
         config = TrainConfig(
@@ -107,7 +107,7 @@ def trained(arch: str, plan: Plan, folder: Path, progress: Progress) -> Path:
 
 
 def cell(model: Path, wbits: int, abits: int, plan: Plan, progress: Progress) -> dict[str, Any]:
-    """Compress to one pair of widths.
+    """Compress to one pair of bit widths.
 
     Returns:
         Accuracies of the float network and of the file in ONNX Runtime, and sizes.
@@ -132,13 +132,13 @@ def rows(arch: str, cells: dict[tuple[int, int], dict[str, Any]]) -> list[list[s
     """Return the rows of one network: float first."""
     first = next(iter(cells.values()))
     sizes = (_kb(4 * first["parameters"]), _kb(first["float_file_bytes"]))
-    found = [[arch, "32", "32", f"{100 * first['float']:.2f}", "-", *sizes]]
+    rows = [[arch, "32", "32", f"{100 * first['float']:.2f}", "-", *sizes]]
     for (wbits, abits), one in cells.items():
         accuracy, loss = 100 * one["top1"], 100 * (one["float"] - one["top1"])
         stored = paper_count(one["parameters"], 0, wbits, abits).storage_bytes
         sizes = (_kb(stored), _kb(one["file_bytes"]))
-        found.append([arch, str(wbits), str(abits), f"{accuracy:.2f}", f"{loss:.2f}", *sizes])
-    return found
+        rows.append([arch, str(wbits), str(abits), f"{accuracy:.2f}", f"{loss:.2f}", *sizes])
+    return rows
 
 
 def _kb(count: int) -> str:

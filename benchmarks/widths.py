@@ -1,9 +1,9 @@
-"""Train on real digits, compress to every width asked for, and print what each costs.
+"""Train on real digits, compress to every requested width, and print the cost of each.
 
 For each width: accuracy of the float network and of the file in ONNX Runtime, the difference in points, size
 of the file against float.onnx, codes that differ between the lowered torch network and ONNX Runtime on 1,000
-digits (at every quantised layer), and whether a second run gives the same bytes. ``--negative-gamma`` first
-rewrites the network into an equal one in which about half of the batch norm scales are negative.
+digits (at every quantised layer), and whether a second run writes the same bytes. ``--negative-gamma`` first
+rewrites the network into an equivalent one with about half of the batch norm scales negative.
 
     python benchmarks/widths.py --arch lenet5 --wbits 1 2 3 4 8
     python benchmarks/widths.py --arch resnet8 --negative-gamma
@@ -88,7 +88,7 @@ def _row(model: Path, wbits: int, options: argparse.Namespace, progress: Progres
 
 
 def _with_negative_gamma(path: Path) -> Path:
-    """Return a checkpoint of an equal network: γ, the weights before it and the running mean change sign."""
+    """Return an equivalent checkpoint: γ, the weights before it and the running mean change sign."""
     loaded = load_checkpoint(path)
     generator = torch.Generator().manual_seed(0)
     previous: nn.Module | None = None

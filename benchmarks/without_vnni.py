@@ -1,6 +1,6 @@
-"""Check that files give the same codes on a CPU without VNNI, emulated by qemu.
+"""Check that files return the same codes on a CPU without VNNI, emulated by qemu.
 
-8-bit kernels of such CPUs add products in saturating 16 bits, so that weights beyond ±64 can give wrong sums.
+8-bit kernels of such CPUs add products in saturating 16 bits, so that weights beyond ±64 can overflow.
 For every width a small network with random weights is compressed; its file then runs here and under
 ``qemu-x86_64-static -cpu Haswell`` (Debian's qemu-user-static), and all codes are compared.
 
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def _compare(path: Path, names: list[str], x: np.ndarray, emulator: list[str]) -> tuple[int, int]:
-    """Return how many codes were compared and how many differ."""
+    """Return the number of compared codes and of differing codes."""
     here = runtime.outputs(path, names, x, threads=1)
     inputs, outputs = path.with_suffix(".npy"), path.with_suffix(".npz")
     np.save(inputs, x)

@@ -1,4 +1,4 @@
-"""Load a compressed model in Keras: the numbers of ONNX Runtime, bit for bit.
+"""Load a compressed model in Keras, bitwise equal to ONNX Runtime.
 
 python examples/keras_load.py model.onnx model.keras
 """

@@ -1,7 +1,7 @@
-"""Architectures by name: one file an architecture, found by its file name and imported only when asked for.
+"""Registry of architectures: one file per architecture, imported on first use.
 
-A file ``models/<name>.py`` becomes the architecture ``<name>`` by defining ``ARCHITECTURE``; nothing else has
-to be registered. Files whose name begins with an underscore hold shared parts.
+A file ``models/<name>.py`` that defines ``ARCHITECTURE`` is the architecture ``<name>``; no other
+registration is needed. Files whose name begins with an underscore contain shared parts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import inspect
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from ul2q.pipeline.errors import UsageError
 
@@ -24,39 +24,39 @@ __all__ = ["Architecture", "arguments_for", "build", "get", "input_shape", "name
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a file in this folder offers.
+    """An architecture of the registry.
 
     Attributes:
-        build: makes the network from keyword arguments of plain JSON types. It takes ``in_channels`` and
+        build: builds the network from keyword arguments of plain JSON types: ``in_channels`` and
             ``num_classes``, and ``input_size`` (height, width) if the weights depend on it.
-        input_shape: (C, H, W) of one input when no argument is given.
-        num_classes: classes when no argument is given.
-        task: ``classification`` (logits [N, num_classes]) or ``dense`` (one value in 0..1 for every pixel and
-            class, [N, num_classes, H, W]).
+        input_shape: default (C, H, W) of one input.
+        num_classes: default number of classes.
+        task: name in ``ul2q.pipeline.tasks.TASKS``: ``classification`` (logits [N, num_classes]) or ``dense``
+            (one value in 0..1 per pixel and class, [N, num_classes, H, W]).
     """
 
     build: Callable[..., nn.Module]
     input_shape: tuple[int, int, int]
     num_classes: int
-    task: Literal["classification", "dense"] = "classification"
+    task: str = "classification"
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Names of the arguments that ``build`` takes."""
+        """Names of the arguments of ``build``."""
         return tuple(inspect.signature(self.build).parameters)
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of all architectures, sorted; no architecture is imported for it."""
-    found = (module.name for module in pkgutil.iter_modules(__path__))
-    return tuple(sorted(name for name in found if not name.startswith("_")))
+    """Return the names of all architectures, sorted, without importing them."""
+    modules = (module.name for module in pkgutil.iter_modules(__path__))
+    return tuple(sorted(name for name in modules if not name.startswith("_")))
 
 
 def get(name: str) -> Architecture:
     """Return the architecture ``name``.
 
     Raises:
-        UsageError: there is none of that name; the message names the nearest.
+        UsageError: the name is unknown; the message suggests similar names.
     """
     known = names()
     if name not in known:
@@ -68,7 +68,7 @@ def get(name: str) -> Architecture:
 
 
 def build(name: str, **args: Any) -> nn.Module:
-    """Make the network ``name`` with fresh weights from torch's global generator.
+    """Build the network ``name`` with weights initialised by torch's global generator.
 
     Args:
         name: an architecture of ``names()``.
@@ -78,7 +78,7 @@ def build(name: str, **args: Any) -> nn.Module:
         The network in training mode.
 
     Raises:
-        UsageError: unknown name, unknown argument, or a value that the architecture refuses.
+        UsageError: unknown name, unknown argument, or a value that the architecture rejects.
     """
     architecture = get(name)
     if unknown := sorted(set(args) - set(architecture.parameters)):
@@ -88,7 +88,7 @@ def build(name: str, **args: Any) -> nn.Module:
 
 
 def arguments_for(name: str, shape: tuple[int, ...], num_classes: int) -> dict[str, Any]:
-    """Return the arguments with which ``name`` fits inputs of ``shape`` (C, H, W) and so many classes.
+    """Return the arguments of ``name`` for inputs of ``shape`` (C, H, W) and ``num_classes`` classes.
 
     Raises:
         UsageError: unknown name, or ``shape`` is not (C, H, W).
@@ -102,7 +102,7 @@ def arguments_for(name: str, shape: tuple[int, ...], num_classes: int) -> dict[s
 
 
 def input_shape(name: str, args: dict[str, Any] | None = None) -> tuple[int, int, int]:
-    """Return the (C, H, W) that ``name`` is meant for when built with ``args``.
+    """Return the input shape (C, H, W) of ``name`` when built with ``args``.
 
     Raises:
         UsageError: unknown name.

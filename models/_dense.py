@@ -1,6 +1,7 @@
 """Shared parts of the dense predictors: a ResNet-50 encoder, resize-and-convolve decoders, the head.
 
-Decoders enlarge by nearest neighbours and convolve: integer kernels run both, unlike transposed convolutions.
+Decoders upsample by nearest neighbours and convolve, since integer kernels run these but not transposed
+convolutions.
 """
 
 from __future__ import annotations
@@ -32,12 +33,17 @@ class Encoder(ResNet):
 
 
 def conv_bn_relu(inputs: int, outputs: int, kernel: int = 3) -> nn.Sequential:
-    """Return convolution without bias, BN and ReLU that keep the size of the map."""
+    """Return a convolution without bias, BN and ReLU, with 'same' padding."""
     conv = nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, bias=False)
     return nn.Sequential(conv, nn.BatchNorm2d(outputs), nn.ReLU())
 
 
-def enlarge(x: torch.Tensor) -> torch.Tensor:
+def double_conv(inputs: int, outputs: int) -> nn.Sequential:
+    """Return two 3x3 `conv_bn_relu`, the first from ``inputs`` to ``outputs`` channels."""
+    return nn.Sequential(conv_bn_relu(inputs, outputs), conv_bn_relu(outputs, outputs))
+
+
+def upsample(x: torch.Tensor) -> torch.Tensor:
     """Return ``x`` [N, C, H, W] at twice its height and width, by nearest neighbours."""
     return F.interpolate(x, scale_factor=2.0, mode="nearest")
 

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from ul2q.models import Architecture
-from ul2q.models._dense import ENCODER_CHANNELS, Encoder, Head, conv_bn_relu, enlarge
+from ul2q.models._dense import ENCODER_CHANNELS, Encoder, Head, conv_bn_relu, upsample
 
 
 class DecoderBlock(nn.Module):
-    """1x1 convolution to a quarter of the channels, enlargement, 3x3, and 1x1 to the output's channels.
+    """1x1 convolution to a quarter of the channels, upsampling, 3x3, and 1x1 to the output channels.
 
     Args:
         inputs: channels of the input.
@@ -27,11 +27,11 @@ class DecoderBlock(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return [N, outputs, 2H, 2W] for ``x`` [N, inputs, H, W]."""
-        return self.expand(self.conv(enlarge(self.reduce(x))))
+        return self.expand(self.conv(upsample(self.reduce(x))))
 
 
 class LinkNet(nn.Module):
-    """Decoder blocks whose results are added to the encoder's maps.
+    """Decoder blocks whose outputs are added to the encoder's maps.
 
     Args:
         in_channels: channels C of the input, whose height and width are multiples of 32.

@@ -6,14 +6,14 @@ import torch
 from torch import nn
 
 from ul2q.models import Architecture
-from ul2q.models._dense import ENCODER_CHANNELS, Encoder, Head, conv_bn_relu, enlarge
+from ul2q.models._dense import ENCODER_CHANNELS, Encoder, Head, double_conv, upsample
 
 #: channels of the decoder at strides 16, 8, 4, 2 and 1
 DECODER_CHANNELS = (256, 128, 64, 32, 16)
 
 
 class UNet(nn.Module):
-    """The last map is enlarged step by step, each time joined with the encoder's map and convolved twice.
+    """Decoder that upsamples step by step, each time concatenating the encoder's map and convolving twice.
 
     Args:
         in_channels: channels C of the input, whose height and width are multiples of 32.
@@ -26,7 +26,7 @@ class UNet(nn.Module):
         skips = [*reversed(ENCODER_CHANNELS[:-1]), 0]
         blocks, channels = [], ENCODER_CHANNELS[-1]
         for skip, width in zip(skips, DECODER_CHANNELS, strict=True):
-            blocks.append(nn.Sequential(conv_bn_relu(channels + skip, width), conv_bn_relu(width, width)))
+            blocks.append(double_conv(channels + skip, width))
             channels = width
         self.decoder = nn.ModuleList(blocks)
         self.head = Head(channels, num_classes)
@@ -35,7 +35,7 @@ class UNet(nn.Module):
         """Return probabilities [N, num_classes, H, W] of ``x`` [N, C, H, W]."""
         *skips, x = self.encoder(x)
         for block in self.decoder:
-            x = enlarge(x)
+            x = upsample(x)
             x = block(torch.cat([x, skips.pop()], 1) if skips else x)
         return self.head(x)
 

@@ -6,14 +6,14 @@ import torch
 from torch import nn
 
 from ul2q.models import Architecture
-from ul2q.models._dense import ENCODER_CHANNELS, Encoder, Head, conv_bn_relu, enlarge
+from ul2q.models._dense import ENCODER_CHANNELS, Encoder, Head, double_conv, upsample
 
 #: channels of the nested decoder's nodes at strides 2, 4, 8 and 16
 NODE_CHANNELS = (32, 64, 128, 256)
 
 
 class UNetPlusPlus(nn.Module):
-    """A triangle of nodes: each joins all nodes before it on its level with the enlarged node from below.
+    """A triangle of nodes: each concatenates all earlier nodes of its level with the upsampled node below.
 
     Node (i, j) lies on level i (stride 2^(i+1)) and column j; column 0 is the encoder.
 
@@ -32,10 +32,8 @@ class UNetPlusPlus(nn.Module):
                 below = ENCODER_CHANNELS[level + 1] if column == 1 else NODE_CHANNELS[level + 1]
                 inputs = ENCODER_CHANNELS[level] + (column - 1) * NODE_CHANNELS[level] + below
                 width = NODE_CHANNELS[level]
-                self.nodes[f"{level}_{column}"] = nn.Sequential(
-                    conv_bn_relu(inputs, width), conv_bn_relu(width, width)
-                )
-        self.last = nn.Sequential(conv_bn_relu(NODE_CHANNELS[0], 16), conv_bn_relu(16, 16))
+                self.nodes[f"{level}_{column}"] = double_conv(inputs, width)
+        self.last = double_conv(NODE_CHANNELS[0], 16)
         self.head = Head(16, num_classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -43,9 +41,9 @@ class UNetPlusPlus(nn.Module):
         rows = [[encoded] for encoded in self.encoder(x)]
         for column in range(1, len(rows)):
             for level in range(len(rows) - column):
-                joined = torch.cat([*rows[level], enlarge(rows[level + 1][column - 1])], 1)
+                joined = torch.cat([*rows[level], upsample(rows[level + 1][column - 1])], 1)
                 rows[level].append(self.nodes[f"{level}_{column}"](joined))
-        return self.head(self.last(enlarge(rows[0][-1])))
+        return self.head(self.last(upsample(rows[0][-1])))
 
 
 ARCHITECTURE = Architecture(UNetPlusPlus, input_shape=(3, 224, 224), num_classes=1, task="dense")

@@ -1,4 +1,4 @@
-"""Frozen configuration of a compression or a training run, checked when it is made."""
+"""Frozen configurations of a compression and of a training run, checked on construction."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.quantize.registry import ACT_FITS, DEFAULT_QUANTIZER, GRANULARITIES, check_quantizer
 
-GRANULARITIES = ("tensor", "channel")
-ACT_FITS = ("auto", "normal", "rectified", "minmax")
-QUANTIZERS = {"ul2q": range(1, 9), "bwn": (1,), "twn": (2,), "fixed": range(2, 9), "dorefa": range(1, 9)}
-"""Weight quantisers, and the widths in bits that each has."""
 OPTIMIZERS = ("kfac", "sgd", "adam")
 STORAGES = ("table", "int2")
 TRANSPORTS = ("float32", "float16", "bfloat16")
+"""Types, by their name in torch, in which K-FAC's statistics and gradients travel between ranks."""
 FISHERS = ("mc", "empirical")
+"""Labels for curvature factors: sampled from the model's prediction, or those of the data."""
 PRECISIONS = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
-OPSETS = tuple(range(18, 26))
+OPSETS = {
+    18: (8, "1.20"), 19: (9, "1.20"), 20: (9, "1.20"), 21: (10, "1.20"), 22: (10, "1.22"), 23: (11, "1.24"),
+    24: (12, "1.24"), 25: (13, "1.24"),
+}  # fmt: skip
+"""ONNX opsets that files can be written in: the IR version and the oldest ONNX Runtime of each."""
 
 
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
@@ -32,19 +35,6 @@ def _positive(name: str, value: float | None, *, zero: bool = False) -> None:
         raise UsageError(f"{name} is {value}: it must be {'at least 0' if zero else 'positive'}")
 
 
-def check_quantizer(quantizer: str, k: int) -> None:
-    """Check that a quantiser exists and has the width ``k``.
-
-    Raises:
-        UsageError: it has not.
-    """
-    _one_of("quantizer", quantizer, tuple(QUANTIZERS))
-    widths = QUANTIZERS[quantizer]
-    if k not in widths:
-        shown = f"{widths[0]}" if len(widths) == 1 else f"{widths[0]} to {widths[-1]}"
-        raise UsageError(f"{quantizer} has no {k}-bit weights: give --wbits {shown}, or another --quantizer")
-
-
 class _Config:
     """Round trip between a frozen dataclass and a JSON object."""
 
@@ -55,7 +45,7 @@ class _Config:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Make a configuration from ``values``.
+        """Build a configuration from ``values``.
 
         Returns:
             The configuration.
@@ -77,25 +67,24 @@ class QuantConfig(_Config):
         wbits: weight width k in bits, 1..8.
         abits: activation width, 8, or 32 for float activations.
         granularity: one (μ, σ) per weight ``tensor`` [P], or per output ``channel``.
-        act_fit: how activation ranges are fitted; ``auto`` measures all fits and keeps the best.
-        quantizer: how weights are quantised: ``ul2q``, or for comparison ``bwn`` (1 bit), ``twn`` (2 bits,
-            three levels), ``fixed`` or ``dorefa``.
+        act_fit: how activation ranges are fitted; ``auto`` measures all fits and uses the best.
+        quantizer: weight quantiser, a name in `ul2q.pipeline.quantize.registry.QUANTIZERS`.
         epochs: fine-tuning epochs; None means 5 for wbits <= 4 and 0 above.
         optimizer: optimiser of the fine-tuning.
-        lr: its learning rate; None means the optimiser's own default.
+        lr: its learning rate; None means the optimiser's default.
         batch_size: samples per step and per calibration batch.
         samples: calibration samples (0 means all training samples).
         exclude: name patterns (fnmatch) of layers to leave in float.
         opset: ONNX opset of the file.
         storage: ``table`` packs codes in bytes that every runtime reads, ``int2`` uses typed 2/4-bit tensors.
-        seed: seed of everything random.
+        seed: seed of all random numbers.
     """
 
     wbits: int
     abits: int = 8
     granularity: str = "tensor"
     act_fit: str = "auto"
-    quantizer: str = "ul2q"
+    quantizer: str = DEFAULT_QUANTIZER
     epochs: int | None = None
     optimizer: str = "adam"
     lr: float | None = None
@@ -119,7 +108,7 @@ class QuantConfig(_Config):
         _one_of("act_fit", self.act_fit, ACT_FITS)
         check_quantizer(self.quantizer, self.wbits)
         _one_of("optimizer", self.optimizer, OPTIMIZERS)
-        _one_of("opset", self.opset, OPSETS)
+        _one_of("opset", self.opset, tuple(OPSETS))
         _one_of("storage", self.storage, STORAGES)
         _positive("epochs", self.epochs, zero=True)
         _positive("lr", self.lr)
@@ -136,19 +125,19 @@ class QuantConfig(_Config):
 
 @dataclass(frozen=True)
 class TrainConfig(_Config):
-    """How to train a network from the registry. None means the recipe's value, or else the default.
+    """How to train a network from the registry. None means the recipe's value, else the default.
 
     Attributes:
         arch: name in ``ul2q.models``.
-        data: data source as given on the command line.
+        data: data source, by name or path.
         optimizer: kfac, sgd or adam.
-        resize: side that images are resized to, with ``crop`` their shorter side (the source's).
-        crop: side of the square then cut from their middle (the source's).
-        recipe: a schedule and starting values by name, from ``ul2q.pipeline.training.step_recipes``:
-            ``osawa-…`` for kfac, ``ul2q-…`` for sgd.
+        resize: side that images are resized to, or with ``crop`` their shorter side (default: the source's).
+        crop: side of the centre crop after resizing (default: the source's).
+        recipe: name of a schedule in ``ul2q.pipeline.training.step_recipes``: ``osawa-…`` for kfac,
+            ``ul2q-…`` for sgd.
         epochs: passes over the training data (12).
         batch_size: samples computed at once, over all ranks (64).
-        simulate_batch: samples behind one update, in as many batches as it takes; None means one batch.
+        simulate_batch: samples per update, accumulated over several batches; None means one batch.
         lr: learning rate; the default is the optimiser's.
         momentum: momentum of kfac and sgd (0.9).
         weight_decay: L2 penalty (0.0001).

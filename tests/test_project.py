@@ -77,13 +77,6 @@ def test_help_is_there_at_once(tmp_path: Path) -> None:
     assert min(seconds) < 0.5
 
 
-def test_the_configuration_knows_the_exporters_opsets() -> None:
-    from ul2q.exporters.onnx.export import OPSETS
-    from ul2q.pipeline import config
-
-    assert set(config.OPSETS) == set(OPSETS)
-
-
 def test_public_names_come_from_where_they_are_defined(tmp_path: Path) -> None:
     code = "import ul2q; print([getattr(ul2q, name) is not None for name in ul2q.__all__])"
     assert "False" not in python(code, tmp_path)

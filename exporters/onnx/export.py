@@ -28,7 +28,7 @@ from ul2q.exporters.onnx.narrow_constants import narrow
 from ul2q.exporters.onnx.operator_translations import TRANSLATIONS
 from ul2q.exporters.onnx.serialize import serialized
 from ul2q.exporters.onnx.weight_storage import Unpacker
-from ul2q.pipeline.config import QuantConfig
+from ul2q.pipeline.config import OPSETS, QuantConfig
 from ul2q.pipeline.errors import UsageError, first_line
 from ul2q.pipeline.formats import metadata as metadata_keys
 from ul2q.pipeline.graph.capture import Captured, quiet
@@ -37,11 +37,6 @@ from ul2q.pipeline.graph.lower import Lowered
 from ul2q.pipeline.quantize.grid import SATURATION_FREE
 from ul2q.pipeline.storage.atomic import beside, replacing_file, replacing_folder
 
-#: IR version and oldest ONNX Runtime for each opset.
-OPSETS: dict[int, tuple[int, str]] = {
-    18: (8, "1.20"), 19: (9, "1.20"), 20: (9, "1.20"), 21: (10, "1.20"), 22: (10, "1.22"), 23: (11, "1.24"),
-    24: (12, "1.24"), 25: (13, "1.24"),
-}  # fmt: skip
 _INT2_OPSET = 25
 #: operators that end the process when ONNX Runtime loads what torch.onnx writes for them
 _CRASHING = {

@@ -28,6 +28,7 @@ from ul2q.pipeline.cli.options import (
     without_none,
 )
 from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.quantize.registry import quantizer_help
 
 
 def compress(
@@ -45,9 +46,7 @@ def compress(
     epochs: Annotated[int | None, typer.Option(help="Epochs of fine-tuning: 5 up to 4 bits, else 0.")] = None,
     granularity: Annotated[str | None, typer.Option(help="One scale per tensor or per channel.")] = None,
     act_fit: Annotated[str | None, typer.Option(help="auto, normal, rectified or minmax.")] = None,
-    quantizer: Annotated[
-        str | None, typer.Option(help="ul2q; to compare: bwn (1 bit), twn (2 bits), fixed or dorefa.")
-    ] = None,
+    quantizer: Annotated[str | None, typer.Option(help=quantizer_help())] = None,
     optimizer: Annotated[str | None, typer.Option(help="Fine-tuning by adam, sgd or kfac.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate of the fine-tuning.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Samples per step.")] = None,

@@ -23,7 +23,7 @@ from ul2q.pipeline.graph.lower import Lowered
 from ul2q.pipeline.importers.checkpoint import save_checkpoint
 from ul2q.pipeline.report import page, render, schema
 from ul2q.pipeline.storage.torch_save import write_tensors
-from ul2q.pipeline.tasks.accuracy import evaluation_batch
+from ul2q.pipeline.tasks.inference import evaluation_batch
 from ul2q.runtimes.memory import return_freed_memory
 
 if TYPE_CHECKING:

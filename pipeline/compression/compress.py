@@ -35,11 +35,12 @@ from ul2q.pipeline.graph.prepare import Prepared, prepare
 from ul2q.pipeline.importers.model_file import check_translation, load_model
 from ul2q.pipeline.importers.state_dict import check_finite
 from ul2q.pipeline.progress import Progress
+from ul2q.pipeline.quantize.registry import QUANTIZERS
 from ul2q.pipeline.report import schema
 from ul2q.pipeline.storage.atomic import check_output, check_output_folder, replacing_folder
 from ul2q.pipeline.storage.lock import claimed
+from ul2q.pipeline.tasks import task_for
 from ul2q.pipeline.tasks.losses import Loss, default_loss
-from ul2q.pipeline.tasks.task import task_for
 from ul2q.runtimes.keras_import import require_keras
 
 
@@ -179,8 +180,8 @@ def _compress(work: Work, to: Sequence[str] = ("onnx",)) -> CompressedModel:
         with work.stage("export"):
             exported = export_lowered(lowered, work.example(), config, metadata)
     work.warnings += [*captured.notes, *measure.constant_channels(lowered.weights)]
-    if config.quantizer == "twn":
-        work.warnings.append("twn stores 2 bits a weight and uses three of their four levels")
+    if note := QUANTIZERS[config.quantizer].note:
+        work.warnings.append(note)
     report = measure.layers_report(prepared, lowered, exported)
     return CompressedModel(lowered.module, report, exported, exported_float, config, lowered, prepared, work)
 

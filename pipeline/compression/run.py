@@ -20,8 +20,8 @@ from ul2q.pipeline.errors import UsageError, within
 from ul2q.pipeline.graph.input_types import adapt_inputs
 from ul2q.pipeline.importers.checkpoint import Checkpoint
 from ul2q.pipeline.progress import Progress
+from ul2q.pipeline.tasks import Classification, Task
 from ul2q.pipeline.tasks.losses import Loss, default_loss
-from ul2q.pipeline.tasks.task import Classification, Task
 from ul2q.runtimes.memory import return_freed_memory
 
 # Input elements of a calibration batch: the activations of large images would take much memory in 64 copies.

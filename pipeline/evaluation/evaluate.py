@@ -80,7 +80,7 @@ def evaluate_file(
         UsageError: model and data cannot be used, or do not fit each other.
     """
     from ul2q.pipeline.importers.checkpoint import load_checkpoint
-    from ul2q.pipeline.tasks.task import task_for
+    from ul2q.pipeline.tasks import task_for
 
     if model.suffix == ".onnx":
         predict, fit, recorded = _onnx(model)

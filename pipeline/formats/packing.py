@@ -1,7 +1,7 @@
-"""Codes of k bits in bytes.
+"""Pack k-bit codes into bytes.
 
 A code is stored unsigned (q + 2^(k−1)) in one or more planes of 1, 2 or 4 bits, least significant plane
-first, so that every byte holds whole fields and exactly k bits a weight are used:
+first, so that every byte contains whole fields and a weight takes exactly k bits:
 
     k            1    2    3      4    5      6      7          8
     planes       1    2    2+1    4    4+1    4+2    4+2+1      8 (plain int8)
@@ -20,7 +20,7 @@ PLANES: dict[int, tuple[int, ...]] = {
     1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,),
 }  # fmt: skip
 
-# All planes of a tensor are padded to whole groups of so many codes: one byte of 1-bit fields.
+# All planes of a tensor are padded to a multiple of this many codes: one byte of 1-bit fields.
 _GROUP = 8
 
 
@@ -32,7 +32,7 @@ def fields(bits: int) -> NDArray[np.uint8]:
 
 
 def pack(codes: NDArray[np.int8], k: int) -> list[NDArray[np.uint8]]:
-    """Pack codes.
+    """Pack codes into planes.
 
     Args:
         codes: int8 of any shape, within −2^(k−1) … 2^(k−1) − 1.
@@ -47,7 +47,7 @@ def pack(codes: NDArray[np.int8], k: int) -> list[NDArray[np.uint8]]:
     half = 2 ** (k - 1)
     if codes.size and (codes.min() < -half or codes.max() >= half):
         raise ValueError(f"codes from {codes.min()} to {codes.max()} do not fit {k} bits")
-    unsigned = codes.reshape(-1).view(np.uint8) + np.uint8(half)  # wraps round as it should
+    unsigned = codes.reshape(-1).view(np.uint8) + np.uint8(half)  # wraps around as intended
     padded = np.pad(unsigned, (0, -len(unsigned) % (_GROUP if len(PLANES[k]) > 1 else 8 // k)))
     planes, shift = [], 0
     for bits in PLANES[k]:

@@ -14,8 +14,8 @@ from torch.nn.utils import parametrize
 from ul2q.pipeline.graph.operators.definition import WeightedOperator
 from ul2q.pipeline.graph.operators.registry import weighted_operator
 from ul2q.pipeline.graph.prepare import Prepared
-from ul2q.pipeline.quantize.baselines import quantize
 from ul2q.pipeline.quantize.grid import Grid
+from ul2q.pipeline.quantize.weight import quantize
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
 """K-FAC: natural gradient descent with Kronecker-factored curvature (Osawa et al. 2019).
 
-``math``, ``patches``, ``rows``, ``lags`` and ``convolution`` are pure functions on tensors, ``layers`` and
-``batch_norm`` say what is covered, ``hooks`` captures statistics (``sums``), ``owners``, ``transport``,
-``exchange`` and ``collector`` bring them to the ranks that own the layers, ``curvature`` and ``natural`` hold
-factors and inverses, ``schedule`` says when they are refreshed, ``optimizer`` ties everything together.
-``schemes`` and ``recipes`` are the training schemes, ``sync_batch_norm`` normalises over all ranks,
-``fisher`` collects the factors of a trained model, ``record`` is the form in which checkpoints keep them.
+In the order of a step: ``layers`` selects the covered layers and records their statistics with hooks,
+``distributed`` reduces these to the ranks that own the layers, ``preconditioner`` stores factors and
+inverses, refreshed by ``refresh_schedule``, and computes the natural gradient, ``momentum`` updates the
+weights; ``optimizer`` combines them as a ``torch.optim.Optimizer``. ``math`` has pure functions on tensors.
+Besides:
+``options`` (settings), ``schemes`` and ``recipes`` (training schemes of the paper), ``fisher`` (factors of a
+trained model), ``state`` (their form in checkpoints).
 """
 
 from ul2q.pipeline.kfac.distributed.sync_batch_norm import SyncBatchNorm

@@ -1,7 +1,7 @@
-"""One pass over data that collects the factors of a trained model for a quantiser.
+"""Collect the curvature factors of a trained model in one pass over data, for a quantiser.
 
-During training the empirical Fisher (labels of the data) vanishes with the loss; labels sampled from the
-model's own prediction ("mc") keep it an estimate of the true Fisher, and so of the Hessian.
+The empirical Fisher (labels of the data) vanishes with the training loss; with labels sampled from the
+model's prediction ("mc") it stays an estimate of the true Fisher, and so of the Hessian.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ul2q.pipeline.config import FISHERS
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.kfac import state
 from ul2q.pipeline.kfac.distributed.collectives import all_reduce
@@ -27,15 +28,13 @@ from ul2q.pipeline.kfac.math.statistics import KroneckerSums
 
 logger = logging.getLogger(__name__)
 
-FISHERS = ("mc", "empirical")
-
 
 def sample_labels(outputs: Tensor, generator: torch.Generator) -> Tensor:
-    """Labels drawn from the model's own prediction.
+    """Sample labels from the model's prediction.
 
     Args:
-        outputs: logits [n, classes, *positions]; one channel means yes or no.
-        generator: source of randomness, on the CPU: so that every device draws the same.
+        outputs: logits [n, classes, *positions]; one channel means binary labels.
+        generator: random generator on the CPU, so that every device samples the same labels.
 
     Returns:
         Class indices [n, *positions], or for one channel 0 or 1 in the shape and type of ``outputs``.
@@ -43,7 +42,7 @@ def sample_labels(outputs: Tensor, generator: torch.Generator) -> Tensor:
     if outputs.shape[1] == 1:
         uniform = torch.rand(outputs.shape, generator=generator, dtype=torch.float64, device="cpu")
         return (uniform.to(outputs.device) < outputs.double().sigmoid()).to(outputs.dtype)
-    # Inverse of the cumulative distribution: the number of cumulative probabilities below a uniform number.
+    # Inverse transform sampling: the number of cumulative probabilities below a uniform number.
     cumulative = outputs.double().softmax(1).cumsum(1)
     shape = (outputs.shape[0], 1, *outputs.shape[2:])
     uniform = torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu")
@@ -51,7 +50,7 @@ def sample_labels(outputs: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def summed_loss(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Negative log likelihood, summed over examples and positions.
+    """Return the negative log likelihood, summed over examples and positions.
 
     Args:
         outputs: logits [n, classes, *positions].
@@ -74,20 +73,20 @@ def collect_factors(
     seed: int = 0,
     damping: float = 0.0,
 ) -> dict[str, Any]:
-    """Factors of all linear layers and convolutions over all batches, at the weights as they are.
+    """Return the factors of all linear layers and convolutions over all batches, at the present weights.
 
-    The model runs in evaluation mode, as it is deployed; gradients, modes and weights stay as they were.
-    Under torch.distributed every rank passes its own batches and gets the factors over all of them.
+    The model runs in evaluation mode, as deployed; gradients, modes and weights are not changed. Under
+    torch.distributed every rank passes its own batches and gets the factors over the batches of all ranks.
 
     Args:
         model: the trained model; its output is logits [n, classes, *positions].
         batches: (inputs, labels); labels may be None with ``fisher="mc"``.
-        fisher: ``mc`` samples labels from the model, ``empirical`` takes those of the data.
-        seed: seed of the sampling; every rank draws its own numbers.
-        damping: recorded with the factors for whoever inverts them.
+        fisher: ``mc`` samples labels from the model, ``empirical`` uses those of the data.
+        seed: seed of the sampling; every rank samples its own numbers.
+        damping: λ recorded with the factors.
 
     Returns:
-        The dictionary that :mod:`ul2q.pipeline.kfac.state` documents, ``age`` 0.
+        The dictionary documented in :mod:`ul2q.pipeline.kfac.state`, with ``age`` 0.
 
     Raises:
         UsageError: ``fisher`` is unknown, or labels are missing.
@@ -109,15 +108,15 @@ def collect_factors(
             module.training = training
     curvature = {}
     for name, layer in layers.items():
-        found = _reduced(recorder.records.get(name), layer) if distributed else recorder.records.get(name)
-        if found is None or found.sums is None or found.problem is not None:
-            reason = "it was not used" if found is None else found.problem or "no gradient came back"
+        record = _reduced(recorder.records.get(name), layer) if distributed else recorder.records.get(name)
+        if record is None or record.sums is None or record.problem is not None:
+            reason = "it was not used" if record is None else record.problem or "no gradient came back"
             logger.warning("no factors of %s: %s", name, reason)
             continue
         curvature[name] = KroneckerCurvature()
-        counts = (found.samples, found.samples)
+        counts = (record.samples, record.samples)
         # The loss was summed, so its gradients are those of single examples: n times the mean's.
-        curvature[name].update(found.sums, counts, float(found.samples), 0.0, -1)  # type: ignore[arg-type]
+        curvature[name].update(record.sums, counts, float(record.samples), 0.0, -1)  # type: ignore[arg-type]
         curvature[name].damping = damping
     return state.factors_state(layers, curvature, 0, fisher)
 
@@ -129,7 +128,7 @@ def _differentiate(
     labels: Tensor | None,
     generator: torch.Generator | None,
 ) -> None:
-    """One forward and backward pass that leaves no gradients behind.
+    """Run a forward and backward pass without accumulating gradients.
 
     Raises:
         UsageError: labels are missing.
@@ -169,5 +168,7 @@ def _reduced(local: Record | None, layer: KroneckerLayer) -> Record:
         a, g = (Moment(matrix=linear_algebra.untri(part.reshape(c, -1))) for part in parts)
         total.sums = KroneckerSums(a, g, rows)
     if numbers[3] > 0:
-        total.problem = (local.problem if local is not None else None) or "another rank could not use it"
+        total.problem = (
+            local.problem if local is not None else None
+        ) or "its statistics are unusable on another rank"
     return total

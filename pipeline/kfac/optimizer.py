@@ -19,6 +19,7 @@ from ul2q.pipeline.kfac.distributed.wire_format import Contribution
 from ul2q.pipeline.kfac.layers.batch_norm import BatchNormLayer
 from ul2q.pipeline.kfac.layers.kronecker import KroneckerLayer, find_layers
 from ul2q.pipeline.kfac.layers.running_stats import RunningStatistics
+from ul2q.pipeline.kfac.momentum import momentum_step_
 from ul2q.pipeline.kfac.options import Options, check_intervals, check_settings
 from ul2q.pipeline.kfac.preconditioner import NaturalGradient
 from ul2q.pipeline.kfac.refresh_schedule import Schedule
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class KFAC(torch.optim.Optimizer):
-    """Natural gradient with a Kronecker-factored Fisher matrix.
+    """Natural gradient descent with a Kronecker-factored Fisher matrix.
 
     For every covered layer the update is (Osawa et al. 2019, [K], equations 6 to 8)::
 
@@ -35,31 +36,33 @@ class KFAC(torch.optim.Optimizer):
         g̃ = (F + λI)^-1 (∇γ, ∇β) per channel                 BatchNorm, 2x2 blocks
         v ← m v − lr (ν g̃ + weight_decay w)      w ← w + v
 
-    and g̃ is the plain gradient for everything else (``uncovered`` says why). ν is the norm guard ``kl_clip``.
-    With a constant learning rate the plain part is torch.optim.SGD. As v already holds the learning rates of
-    earlier steps, a schedule that lowers lr should lower the momentum with it, as the paper does.
+    and g̃ is the plain gradient for all other parameters (``uncovered`` gives the reasons). ν is the norm
+    guard ``kl_clip``. With a constant learning rate the plain part equals torch.optim.SGD. Since v contains
+    the learning rates of earlier steps, a schedule that lowers lr should lower the momentum too, as the paper
+    does.
 
     The loss must be a mean over the batch. Statistics come from forward passes in training mode with
     gradients enabled, and from all backward passes since the last step: micro-batches whose losses add up to
     the mean over the big batch give the statistics and the update of the big batch.
 
-    Under torch.distributed every layer and every other parameter has one owner, which alone holds its state,
-    and a step has five stages: forward (A) and backward (G) on every rank's own examples; statistics and
-    gradients of all ranks are added up at the owners, while backward still runs; the owners invert,
-    precondition and update; all ranks receive the new weights. The loss of all is the mean of the ranks'
-    losses. Gradients in ``p.grad`` stay local and must not be changed between ``backward`` and ``step``.
-    Accumulation: all micro-batches but the last inside :meth:`no_sync`. Make the optimiser on all ranks
-    together; it gives all of them the model of rank 0. The model must not be wrapped in
-    DistributedDataParallel, which would reduce a second time: it is unwrapped with a warning.
+    Under torch.distributed every layer and every other parameter has one owner rank, which alone stores its
+    state. A step has five stages: forward (A) and backward (G) on every rank's own examples; reduction of
+    statistics and gradients to the owners, during backward; inversion, preconditioning and update at the
+    owners; broadcast of the new weights. The total loss is the mean of the ranks' losses. Gradients in
+    ``p.grad`` stay local and must not be changed between ``backward`` and ``step``. To accumulate, run all
+    micro-batches but the last inside :meth:`no_sync`. Construct the optimiser on all ranks together; it
+    broadcasts the model of rank 0. The model must not be wrapped in DistributedDataParallel, which would
+    reduce a second time: it is unwrapped with a warning.
 
-    A GradScaler works as with the optimisers of torch (call ``scaler.step(optimizer)``, without ``unscale_``
-    before it), on one rank; for a scale of one's own set ``loss_scale``.
+    A GradScaler works as with torch's optimisers (call ``scaler.step(optimizer)`` without ``unscale_``), on
+    one rank; for a custom scale set ``loss_scale``.
 
     Attributes:
         model: the model.
         steps: updates done.
         skipped: batches skipped because a gradient was NaN or infinite.
-        loss_scale: factor of the loss that ``backward`` saw; divided out of gradients and factors.
+        loss_scale: factor by which the loss was multiplied before ``backward``; divided out of gradients and
+            factors.
     """
 
     _step_supports_amp_scaling = True
@@ -79,7 +82,7 @@ class KFAC(torch.optim.Optimizer):
         loss_scale: float = 1.0,
         options: Options | None = None,
     ) -> None:
-        """Attach the optimiser to a model.
+        """Attach the optimiser to ``model``.
 
         Args:
             model: the model; its trainable parameters must exist (no lazy layers).
@@ -102,7 +105,7 @@ class KFAC(torch.optim.Optimizer):
         check_settings(lr, damping, momentum, weight_decay, factor_decay, kl_clip)
         check_intervals(factor_interval, inverse_interval)
         self.options = options or Options()
-        self.model = _bare(model)
+        self.model = _unwrapped(model)
         self.loss_scale = loss_scale
         self.steps = self.skipped = 0
         self._layers, uncovered = find_layers(self.model)
@@ -142,19 +145,19 @@ class KFAC(torch.optim.Optimizer):
 
     @property
     def uncovered(self) -> dict[str, str]:
-        """Module name -> reason, for every module whose parameters take the plain gradient.
+        """Module name -> reason, for every module that is updated by the plain gradient.
 
-        What is only found out during training is known to the owner of the layer.
+        Reasons that arise during training are known to the owner of the layer only.
         """
         return self._natural.uncovered
 
     @property
     def schedule(self) -> Schedule:
-        """When statistics are refreshed."""
+        """The schedule of refreshes."""
         return self._natural.schedule
 
     def _groups(self, plain_lr: float) -> list[dict[str, Any]]:
-        """Return the parameters with curvature, then (if any) those without."""
+        """Return the parameter groups: with curvature, then without, if there are any."""
         covered = [p for layer in self._layers.values() for p in layer.parameters]
         ids = {id(p) for p in covered}
         plain = [p for p in self.model.parameters() if p.requires_grad and id(p) not in ids]
@@ -163,7 +166,7 @@ class KFAC(torch.optim.Optimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate only, on several ranks: every micro-batch but the last belongs inside.
+        """Accumulate gradients without communication: for every micro-batch but the last.
 
         Yields:
             Nothing.
@@ -179,12 +182,12 @@ class KFAC(torch.optim.Optimizer):
 
     @property
     def refresh_due(self) -> bool:
-        """Whether the next step takes new statistics."""
+        """Whether the next step refreshes statistics."""
         return bool(self._collector.wanted)
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes of statistics, gradients and weights that this rank has sent to others so far."""
+        """Bytes of statistics, gradients and weights that this rank has sent so far."""
         return self._collector.sent_bytes
 
     @property
@@ -193,7 +196,7 @@ class KFAC(torch.optim.Optimizer):
         return dict(self._collector.sampling_error)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, and the statistics collected with them."""
+        """Clear gradients and the statistics collected with them."""
         super().zero_grad(set_to_none)
         self._collector.discard()
 
@@ -207,11 +210,11 @@ class KFAC(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update the parameters.
 
-        A batch with a NaN or infinite gradient is skipped, on all ranks, and counted in ``skipped``; running
-        statistics of batch normalisations are put back to what they were before it.
+        A batch with a NaN or infinite gradient is skipped on all ranks and counted in ``skipped``; running
+        statistics of batch normalisations are restored.
 
         Args:
-            closure: computes the loss and its gradients again; optional.
+            closure: recomputes the loss and its gradients; optional.
 
         Returns:
             The closure's loss, or None.
@@ -242,7 +245,7 @@ class KFAC(torch.optim.Optimizer):
         return loss
 
     def _scale(self) -> float:
-        """Return what the loss over all ranks was multiplied with: P ranks add up P means.
+        """Return the factor of the summed gradients: the loss scale times the number of ranks.
 
         Raises:
             UsageError: a GradScaler is used on several ranks.
@@ -264,7 +267,7 @@ class KFAC(torch.optim.Optimizer):
         return self._collector.total([float(bad)]) == [0.0]
 
     def _apply(self, parts: dict[str, Contribution], directions: dict[Tensor, Tensor]) -> None:
-        """Move the parameters that this rank owns."""
+        """Update the parameters that this rank owns."""
         gradients = {
             p: g
             for unit in self._collector.own
@@ -272,26 +275,19 @@ class KFAC(torch.optim.Optimizer):
             if g is not None
         }
         for group in self.param_groups:
-            moved = [p for p in group["params"] if p in gradients]
-            self._move(moved, [directions.get(p, gradients[p]) for p in moved], group)
+            updated = [p for p in group["params"] if p in gradients]
+            momentum_step_(
+                updated,
+                [directions.get(p, gradients[p]) for p in updated],
+                [self._velocity(p) for p in updated] if group["momentum"] != 0 else None,
+                lr=group["lr"],
+                momentum=group["momentum"],
+                weight_decay=group["weight_decay"],
+            )
         if self.options.rescale_weights:
             for unit in self._collector.own:
                 if isinstance(unit.layer, KroneckerLayer) and unit.layer.weight in gradients:
                     unit.layer.weight.copy_(schemes.rescaled(unit.layer.weight))
-
-    def _move(self, parameters: list[Tensor], directions: list[Tensor], group: dict[str, Any]) -> None:
-        """Move parameters of one group, all of them with every operation."""
-        if not parameters:
-            return
-        targets, lr = parameters, group["lr"]
-        if group["momentum"] != 0:
-            targets = [self._velocity(p) for p in parameters]
-            torch._foreach_mul_(targets, group["momentum"])
-        if group["weight_decay"]:
-            torch._foreach_add_(targets, parameters, alpha=-lr * group["weight_decay"])
-        torch._foreach_add_(targets, directions, alpha=-lr)
-        if targets is not parameters:
-            torch._foreach_add_(parameters, targets)
 
     def _velocity(self, p: Tensor) -> Tensor:
         state = self.state[p]
@@ -300,28 +296,28 @@ class KFAC(torch.optim.Optimizer):
         return state["velocity"]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused once the optimiser exists: its parameters are those of its model.
+        """Raise once the optimiser is constructed: its parameters are those of its model.
 
         Raises:
-            UsageError: the optimiser exists.
+            UsageError: the optimiser is constructed.
         """
         if hasattr(self, "_collector"):
-            raise UsageError("KFAC: its parameters are those of its model: make a new optimiser")
+            raise UsageError("KFAC: its parameters are those of its model: construct a new optimiser")
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a resumed run needs, as plain types and tensors, on one rank.
+        """Return the state for resuming, as plain types and tensors, on one rank.
 
         Returns:
             The dictionary of torch.optim.Optimizer with a further key ``kfac``: counters, schedule, factors
             and inverses, symmetric matrices packed as triangles.
 
         Raises:
-            JobError: there are several ranks, each with a part: use :meth:`gather_state_dict`.
+            JobError: there are several ranks, each with a part of the state: use :meth:`gather_state_dict`.
         """
         if self._collector.world > 1:
             raise JobError(
-                "KFAC: every rank holds a part of the state: call gather_state_dict() on all ranks"
+                "KFAC: every rank has only a part of the state: call gather_state_dict() on all ranks"
             )
         return self._local_state()
 
@@ -336,42 +332,34 @@ class KFAC(torch.optim.Optimizer):
         return super().state_dict() | {"kfac": own}
 
     def gather_state_dict(self, to: int = 0) -> dict[str, Any] | None:
-        """The whole state on one rank; all ranks must call this together.
+        """Return the complete state on rank ``to``; all ranks must call this together.
 
         Args:
             to: the rank that receives it.
 
         Returns:
-            What :meth:`state_dict` would return on one rank, fit for any number of ranks; None on the others.
+            The result of :meth:`state_dict` on one rank, loadable on any number of ranks; None on the others.
         """
-        whole: Any = self._local_state()
-        all_parts = self._collector.gather(whole, to)
-        if all_parts is None:
-            return None
-        for part in all_parts:
-            theirs: Any = part
-            whole["state"] |= theirs["state"]
-            for key in ("layers", "uncovered"):
-                whole["kfac"][key] |= theirs["kfac"][key]
-        return whole
+        parts = self._collector.gather(self._local_state(), to)
+        return None if parts is None else state.merged_optimizer_state(parts)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a whole state of the same model; on several ranks every rank keeps its part.
+        """Load a complete state of the same model; on several ranks every rank keeps its part.
 
         Args:
             state_dict: from :meth:`state_dict` or :meth:`gather_state_dict`, of any number of ranks.
 
         Raises:
-            UsageError: it is of another optimiser or model.
+            UsageError: the state belongs to another optimiser or model.
         """
         own = state_dict.get("kfac")
         if own is None or set(own["layers"]) != set(self._layers):
             raise UsageError(
-                "KFAC: the optimiser state is not of K-FAC on this model: train without resuming"
+                "KFAC: the optimiser state does not belong to K-FAC on this model: train without resuming"
             )
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "kfac"})
-        mine = {p for unit in self._collector.own for p in unit.parameters}
-        for p in [p for p in self.state if p not in mine]:
+        owned = {p for unit in self._collector.own for p in unit.parameters}
+        for p in [p for p in self.state if p not in owned]:
             del self.state[p]
         self.steps, self.skipped = own["steps"], own["skipped"]
         self._natural.uncovered = dict(own["uncovered"])
@@ -382,13 +370,13 @@ class KFAC(torch.optim.Optimizer):
         self._arm()
 
     def factors_state(self, to: int = 0) -> dict[str, Any] | None:
-        """The factors for checkpoints; on several ranks all must call this together.
+        """Return the curvature factors for checkpoints; all ranks must call this together.
 
         Args:
             to: the rank that receives them.
 
         Returns:
-            The form that :mod:`ul2q.pipeline.kfac.state` documents; None on the other ranks.
+            The dictionary documented in :mod:`ul2q.pipeline.kfac.state`; None on the other ranks.
         """
         local = state.factors_state(self._layers, self._natural.curvature, self.steps)
         parts = self._collector.gather(local, to)
@@ -397,18 +385,18 @@ class KFAC(torch.optim.Optimizer):
         return local | {"layers": state.merged(parts, self._layers)}
 
     def remove_hooks(self) -> None:
-        """Detach from the model; the optimiser then steps with the curvature it has."""
+        """Remove the hooks from the model; later steps use the present curvature."""
         self._collector.remove_hooks()
         self._running.remove()
 
 
-def _bare(model: nn.Module) -> nn.Module:
+def _unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside DistributedDataParallel or torch.compile."""
     if isinstance(model, DistributedDataParallel):
         logger.warning(
-            "K-FAC reduces gradients itself: DistributedDataParallel would do so a second time. "
-            "Train the model inside it (model.module) instead"
+            "K-FAC reduces gradients itself, DistributedDataParallel would reduce them a second time: "
+            "train the model inside it (model.module) instead"
         )
-        return _bare(model.module)
+        return _unwrapped(model.module)
     inner = getattr(model, "_orig_mod", None)
-    return _bare(inner) if isinstance(inner, nn.Module) else model
+    return _unwrapped(inner) if isinstance(inner, nn.Module) else model

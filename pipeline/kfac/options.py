@@ -1,4 +1,4 @@
-"""Settings of K-FAC that rarely change, checked when they are made."""
+"""Rarely changed settings of K-FAC, checked on construction."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 import torch
 
+from ul2q.pipeline.config import TRANSPORTS
 from ul2q.pipeline.errors import UsageError
 
 BATCH_NORMS = ("unit", "diagonal", "plain")
-TRANSPORTS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def check_range(
     name: str, value: float, low: float, *, open_low: bool = False, high: float = float("inf")
 ) -> None:
-    """Refuse a value outside a range.
+    """Check that a value is within a range.
 
     Args:
         name: the setting.
@@ -25,7 +25,7 @@ def check_range(
         high: largest value.
 
     Raises:
-        UsageError: the value is outside, or no number.
+        UsageError: the value is outside, or not a number.
     """
     if not (value > low if open_low else value >= low) or value > high:
         above = f"{'above' if open_low else 'at least'} {low:g}"
@@ -41,7 +41,7 @@ def check_settings(
     factor_decay: float,
     kl_clip: float | None,
 ) -> None:
-    """Check the numbers of the constructor.
+    """Check the numeric arguments of the constructor.
 
     Args:
         lr: learning rate.
@@ -77,23 +77,23 @@ def check_intervals(factor_interval: int, inverse_interval: int) -> None:
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of K-FAC that rarely change.
+    """Rarely changed settings of K-FAC.
 
     Attributes:
         plain_lr: learning rate of the parameters without curvature; None means ``lr``.
         batch_norm: ``unit`` (2x2 blocks), ``diagonal`` ([K]), or ``plain`` (plain gradient).
-        rescale_weights: after every update shrink the weights of linear layers and convolutions to the norm
-            sqrt(2 d_out) where they exceed it, as the paper does.
+        rescale_weights: after every update limit the norm of the weights of linear layers and convolutions to
+            sqrt(2 d_out), as the paper does.
         adaptive: relative change of the statistics below which their refresh interval grows (the rule of
             :func:`ul2q.pipeline.kfac.refresh_schedule.next_interval`, the paper's value is 0.1); replaces
             both fixed intervals. None keeps the fixed ones.
-        factor_share: share of a batch's examples that statistics are formed from; below 1 is cheaper and
-            unbiased but noisier. ``KFAC.sampling_error`` says by how much.
-        transport: type in which statistics and gradients travel between ranks: float32, float16 or
-            bfloat16; None sends them in the type of the parameters. Sums are formed in float32 or wider.
-        bucket_bytes: gradients are sent in buckets of about this size.
-        distributed: work together with the other ranks of torch.distributed; None does so if it is
-            initialised with more than one rank.
+        factor_share: fraction of a batch's examples that statistics are computed from; below 1 is cheaper and
+            unbiased but noisier. ``KFAC.sampling_error`` has the error.
+        transport: type in which statistics and gradients are sent between ranks: float32, float16 or
+            bfloat16; None uses the type of the parameters. Sums are computed in float32 or wider.
+        bucket_bytes: approximate size of the buckets in which gradients are sent.
+        distributed: cooperate with the other ranks of torch.distributed; None does so if it is initialised
+            with more than one rank.
     """
 
     plain_lr: float | None = None
@@ -122,5 +122,8 @@ class Options:
 
     @property
     def transport_type(self) -> torch.dtype | None:
-        """The transport type, None for that of the parameters."""
-        return None if self.transport is None else TRANSPORTS[self.transport]
+        """The transport type; None for the type of the parameters."""
+        if self.transport is None:
+            return None
+        dtype: torch.dtype = getattr(torch, self.transport)
+        return dtype

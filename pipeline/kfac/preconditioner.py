@@ -1,4 +1,4 @@
-"""Stage 4: the curvature of the layers that this rank owns, its refreshes, the preconditioned gradients."""
+"""Stage 4 of a step: refresh the curvature of this rank's layers and precondition their gradients."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ logger = logging.getLogger(__name__)
 
 
 class NaturalGradient:
-    """Curvature of some layers, kept up to date.
+    """Curvature and preconditioned gradients of the layers that this rank owns.
 
     Attributes:
         curvature: curvature by layer name.
         schedule: when statistics are refreshed, the same on all ranks.
-        uncovered: module name -> reason, for layers that take the plain gradient.
+        uncovered: module name -> reason, for layers that are updated by the plain gradient.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class NaturalGradient:
 
         Args:
             names: all covered layers of the model.
-            own: those that this rank owns.
+            own: the layers that this rank owns.
             uncovered: modules that are known not to be covered.
             options: settings.
             intervals: steps between statistics and between inversions.
@@ -53,7 +53,7 @@ class NaturalGradient:
         self.uncovered = dict(uncovered)
         for name, reason in uncovered.items():
             logger.info("K-FAC leaves %s to the plain gradient: %s", name, reason)
-        # Gradients as matrices: kept, as new memory takes time.
+        # Gradients as matrices, reused in every step: allocating memory takes time.
         self._joined: dict[str, tuple[Tensor, tuple[Tensor, ...]]] = {}
         self._spare: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         keep = options.adaptive is not None
@@ -76,12 +76,12 @@ class NaturalGradient:
         damping: float,
         step: int,
     ) -> None:
-        """Fold in the statistics, invert when it is time, and settle the next refresh.
+        """Update the factors, invert them when due, and schedule the next refresh.
 
         Args:
-            wanted: layers whose statistics were taken, the same on all ranks.
+            wanted: layers with new statistics, the same on all ranks.
             parts: contributions of the layers that this rank owns.
-            scale: what the mean loss over all ranks was multiplied with.
+            scale: factor of the mean loss over all ranks.
             damping: λ.
             step: step number.
         """
@@ -91,41 +91,41 @@ class NaturalGradient:
                 continue
             part = parts[name]
             if any(g is None for g in part.gradients):
-                self._leave(name, "no gradient reached it", level=logging.INFO)
+                self._leave_plain(name, "no gradient reached it", level=logging.INFO)
             elif part.sums is None or part.problem is not None:
-                self._leave(name, part.problem or PROBLEMS.undifferentiated)
+                self._leave_plain(name, part.problem or PROBLEMS.undifferentiated)
             elif not part.sums.finite():
-                self._leave(name, "its statistics are NaN or infinite")
+                self._leave_plain(name, "its statistics are NaN or infinite")
             else:
-                self._take(name, part, scale, damping, step)
+                self._update(name, part, scale, damping, step)
             if isinstance(self.schedule, AdaptiveSchedule):
                 intervals[name] = self.schedule.propose(name, self.curvature[name].changes())
         if isinstance(self.schedule, AdaptiveSchedule):
-            self._settle(self.schedule, intervals, step)
+            self._schedule_next(self.schedule, intervals, step)
 
-    def _settle(self, schedule: AdaptiveSchedule, intervals: dict[str, int], step: int) -> None:
-        """Let all ranks know the intervals that the owners propose, and log them."""
+    def _schedule_next(self, schedule: AdaptiveSchedule, intervals: dict[str, int], step: int) -> None:
+        """Distribute the intervals proposed by the owners to all ranks, and log them."""
         agreed = self._total(list(intervals.values()))
         intervals = {name: int(interval) for name, interval in zip(intervals, agreed, strict=True)}
         for name, interval in intervals.items():
             schedule.refreshed(name, step, interval)
         logger.info("K-FAC step %d: statistics refreshed, next in %s", step, intervals)
 
-    def _take(self, name: str, part: Contribution, scale: float, damping: float, step: int) -> None:
+    def _update(self, name: str, part: Contribution, scale: float, damping: float, step: int) -> None:
         curvature = self.curvature[name]
         counts = (part.samples, part.used)
         curvature.update(part.sums, counts, scale, self._decay, step)  # type: ignore[arg-type]
         if self.schedule.inverts(name, step) or not curvature.ready:
-            complaint = curvature.invert(damping)
-            if complaint is not None and curvature.ready:
-                logger.warning("K-FAC, layer %s: %s", name, complaint)
-            elif complaint is not None:
-                self._leave(name, complaint)
+            problem = curvature.invert(damping)
+            if problem is not None and curvature.ready:
+                logger.warning("K-FAC, layer %s: %s", name, problem)
+            elif problem is not None:
+                self._leave_plain(name, problem)
         if curvature.ready:
             self.uncovered.pop(name, None)
 
-    def _leave(self, name: str, reason: str, level: int = logging.WARNING) -> None:
-        """Say once why a layer takes the plain gradient; older inverses stay in use if there are any."""
+    def _leave_plain(self, name: str, reason: str, level: int = logging.WARNING) -> None:
+        """Log once why a layer is updated by the plain gradient; older inverses, if any, stay in use."""
         if self.curvature[name].ready or self.uncovered.get(name) == reason:
             return
         self.uncovered[name] = reason
@@ -134,7 +134,7 @@ class NaturalGradient:
     def directions(
         self, parts: Mapping[str, Contribution], lr: float, kl_clip: float | None
     ) -> dict[Tensor, Tensor]:
-        """Preconditioned gradients, scaled down by the norm guard of all ranks.
+        """Return the preconditioned gradients, scaled by the norm guard over all ranks.
 
         Args:
             parts: contributions of the layers that this rank owns.
@@ -142,7 +142,7 @@ class NaturalGradient:
             kl_clip: κ, or None.
 
         Returns:
-            ν g̃ of every parameter that has curvature and a gradient, until the next call.
+            ν g̃ of every parameter with curvature and a gradient, valid until the next call.
         """
         directions: dict[Tensor, Tensor] = {}
         inner = 0.0
@@ -166,14 +166,14 @@ class NaturalGradient:
         return directions
 
     def _matrix(self, name: str) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the matrix of a layer's gradients, and the views of it that belong to its parameters."""
+        """Return the matrix of a layer's gradients, and views of it shaped as the parameters."""
         if name not in self._joined:
             v = self._layers[name].joined()
             self._joined[name] = v, self._layers[name].split(v)
         return self._joined[name]
 
     def _spare_like(self, v: Tensor) -> Tensor:
-        """Return a tensor like ``v`` with any values, the same memory at every call."""
+        """Return scratch memory shaped like ``v``, the same at every call."""
         key = (v.dtype, v.device)
         if key not in self._spare or self._spare[key].numel() < v.numel():
             self._spare[key] = v.new_empty(v.numel())

@@ -1,7 +1,7 @@
-"""Named settings from the paper's table: starting points, not promises.
+"""Named settings from the paper's table, as starting points.
 
-They are the authors' for a ResNet-50-D on ImageNet ([K] and its public implementation [ck]); with another
-network or data set the learning rate and the damping must be searched again.
+The authors used them for a ResNet-50-D on ImageNet ([K] and its public implementation [ck]). Another network
+or data set needs its own search of learning rate and damping.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ class Recipe:
     rescale_weights: bool = True
 
     def at(self, epoch: float) -> dict[str, float]:
-        """Learning rate and momentum at a point of training.
+        """Return learning rate and momentum at a point of training.
 
         Args:
-            epoch: epochs done, a fraction within an epoch.
+            epoch: epochs done, with fractions.
 
         Returns:
-            ``lr`` and ``momentum``, to be set in every parameter group (``lr`` times the group's own share).
+            ``lr`` and ``momentum`` for every parameter group (``lr`` times the factor of the group).
         """
         lr = self.lr * schemes.polynomial_decay(epoch, self.start, self.end, self.power)
         return {"lr": lr, "momentum": schemes.tied_momentum(self.momentum, lr, self.lr)}
 
     def stretched(self, epochs: int, lr: float, momentum: float) -> Recipe:
-        """Return the recipe for another number of epochs, with other values.
+        """Return the recipe with another number of epochs, learning rate and momentum.
 
         Args:
             epochs: epochs of training; start and end of the decay move with them.
@@ -75,7 +75,7 @@ class Recipe:
 
         Args:
             groups: ``optimizer.param_groups``.
-            epoch: epochs done, a fraction within an epoch.
+            epoch: epochs done, with fractions.
         """
         values = self.at(epoch)
         for group in groups:
@@ -94,7 +94,7 @@ RECIPES = {
 
 
 def recipe(name: str) -> Recipe:
-    """Find a recipe.
+    """Return the recipe ``name``.
 
     Args:
         name: for example ``osawa-8192``.
@@ -103,7 +103,7 @@ def recipe(name: str) -> Recipe:
         The recipe.
 
     Raises:
-        UsageError: there is none of that name.
+        UsageError: the name is unknown.
     """
     if name not in RECIPES:
         raise UsageError(f"recipe is {name!r}: use one of {', '.join(RECIPES)}")

@@ -1,4 +1,4 @@
-"""When statistics are refreshed: at fixed intervals, or ever more rarely while they hardly change."""
+"""Refresh schedules of statistics: fixed intervals, or intervals that grow while statistics are stable."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 
 def next_interval(changes: tuple[float, float], intervals: tuple[int, int], threshold: float) -> int:
-    """Interval to the next refresh of one layer.
+    """Return the interval to the next refresh of one layer.
 
     The rule of stale statistics of Osawa et al., "Scalable and practical natural gradient for large-scale
-    deep learning": grow like the Fibonacci numbers while the statistics stay similar, halve when they do not.
+    deep learning": grow like the Fibonacci numbers while the statistics stay similar, else halve.
 
     Args:
         changes: relative change of the new statistics against the last and the last but one.
         intervals: the last two intervals, the newest first.
-        threshold: below it two statistics are similar; the paper's value is 0.1.
+        threshold: relative change below which statistics count as similar; 0.1 in the paper.
 
     Returns:
         Steps to the next refresh, at least 1.
@@ -50,11 +50,11 @@ class FixedSchedule:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take a state over: nothing to do."""
+        """Load a state: nothing to do."""
 
 
 class AdaptiveSchedule:
-    """Statistics and inversions of every layer at intervals of its own, by :func:`next_interval`.
+    """Statistics and inversions of every layer at its own intervals, by :func:`next_interval`.
 
     Attributes:
         threshold: relative change below which two statistics count as similar.
@@ -72,15 +72,15 @@ class AdaptiveSchedule:
         return step >= self.due_at[name]
 
     def inverts(self, name: str, step: int) -> bool:
-        """Return whether the layer's factors are inverted at this step: whenever they are taken."""
+        """Return whether the layer's factors are inverted at this step: with every refresh."""
         return self.due(name, step)
 
     def propose(self, name: str, changes: tuple[float, float]) -> int:
-        """Return the interval that the rule gives after a refresh with these changes."""
+        """Return the next interval after a refresh with these changes."""
         return next_interval(changes, self.intervals[name], self.threshold)
 
     def refreshed(self, name: str, step: int, interval: int) -> None:
-        """Note a refresh.
+        """Record a refresh.
 
         Args:
             name: the layer.
@@ -95,7 +95,7 @@ class AdaptiveSchedule:
         return {"due_at": dict(self.due_at), "intervals": {k: list(v) for k, v in self.intervals.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take a state over; one of a fixed schedule starts the rule afresh."""
+        """Load a state; that of a fixed schedule restarts the rule."""
         self.due_at |= state.get("due_at", {})
         self.intervals |= {name: (new, old) for name, (new, old) in state.get("intervals", {}).items()}
 

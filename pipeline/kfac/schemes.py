@@ -1,7 +1,7 @@
-"""Training schemes that the paper's results rest on, as pure functions.
+"""Training schemes of the paper, as pure functions.
 
-[K] is Osawa et al. 2019; [ck] its authors' public implementation. Randomness comes in as uniform numbers, so
-that it can be a function of seed, epoch and sample, whatever the number of ranks.
+[K] is Osawa et al. 2019; [ck] its authors' public implementation. Random numbers are arguments, so that they
+can be a function of seed, epoch and sample, independent of the number of ranks.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor
 
 
 def polynomial_decay(epoch: float, start: float, end: float, power: float) -> float:
-    """Share of the initial learning rate: (1 − (e − e_start)/(e_end − e_start))^p [K].
+    """Return the fraction of the initial learning rate: (1 − (e − e_start)/(e_end − e_start))^p [K].
 
     Args:
-        epoch: epochs done, a fraction within an epoch.
+        epoch: epochs done, with fractions.
         start: e_start; 1 before it.
         end: e_end; 0 after it.
         power: p.
@@ -32,12 +32,12 @@ def polynomial_decay(epoch: float, start: float, end: float, power: float) -> fl
 
 
 def step_decay(lr: float, epoch: float, steps: Sequence[float], factor: float) -> float:
-    """A learning rate multiplied by a factor at every step.
+    """Return a learning rate that is multiplied by a factor at every step.
 
     Args:
         lr: learning rate of the first epoch.
-        epoch: epochs done, a fraction within an epoch.
-        steps: epochs done at the steps; the new rate holds from there on.
+        epoch: epochs done, with fractions.
+        steps: epochs done at the steps.
         factor: the factor.
 
     Returns:
@@ -47,7 +47,7 @@ def step_decay(lr: float, epoch: float, steps: Sequence[float], factor: float) -
 
 
 def tied_momentum(momentum: float, lr: float, initial_lr: float) -> float:
-    """The paper's momentum: m_t = (m_0 / η_0) η_t.
+    """Return the momentum of the paper: m_t = (m_0 / η_0) η_t.
 
     Args:
         momentum: m_0.
@@ -61,7 +61,7 @@ def tied_momentum(momentum: float, lr: float, initial_lr: float) -> float:
 
 
 def chained_momentum(momentum: float, lr: float, previous_lr: float) -> float:
-    """The momentum of [ck]: m_t = m_0 η_t / η_{t−1}, which makes the velocity scale with the learning rate.
+    """Return the momentum of [ck]: m_t = m_0 η_t / η_{t−1}, which scales the velocity with the learning rate.
 
     Args:
         momentum: m_0.
@@ -75,7 +75,7 @@ def chained_momentum(momentum: float, lr: float, previous_lr: float) -> float:
 
 
 def warmed_damping(step: int, damping: float, initial: float, steps: int) -> float:
-    """Damping that falls (or rises) geometrically from an initial value and then stays.
+    """Return a damping that changes geometrically from an initial value, then stays constant.
 
     Args:
         step: updates done.
@@ -92,10 +92,10 @@ def warmed_damping(step: int, damping: float, initial: float, steps: int) -> flo
 
 
 def rescaled(weight: Tensor) -> Tensor:
-    """Weight shrunk to the norm sqrt(2 d_out) where it exceeds it, as [ck] does after every update.
+    """Return the weight with its norm limited to sqrt(2 d_out), as [ck] does after every update.
 
     Args:
-        weight: of a linear layer or a convolution, [d_out, ...].
+        weight: weight of a linear layer or convolution [d_out, ...].
 
     Returns:
         w · min(1, sqrt(2 d_out) / (‖w‖ + 1e−9)).
@@ -105,7 +105,7 @@ def rescaled(weight: Tensor) -> Tensor:
 
 
 def mixup_weights(numbers: np.ndarray, alpha: float) -> Tensor:
-    """Mixing weights of running mixup: λ ~ Beta(α, α) for every sample, the larger of λ and 1 − λ.
+    """Return the mixing weights of running mixup: the larger of λ and 1 − λ with λ ~ Beta(α, α).
 
     Args:
         numbers: uniform in [0, 1), one per sample [n].
@@ -121,7 +121,7 @@ def mixup_weights(numbers: np.ndarray, alpha: float) -> Tensor:
 def running_mixup(
     x: Tensor, targets: Tensor, previous: tuple[Tensor, Tensor] | None, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Mix a batch with the last mixed batch: x̃_t = λ x_t + (1 − λ) x̃_{t−1}, labels alike [K].
+    """Mix a batch with the last mixed batch: x̃_t = λ x_t + (1 − λ) x̃_{t−1}, and the labels likewise [K].
 
     Args:
         x: inputs [n, ...].
@@ -130,7 +130,7 @@ def running_mixup(
         weights: λ of every sample [n], from :func:`mixup_weights`.
 
     Returns:
-        Mixed inputs and targets, to be kept for the next batch.
+        Mixed inputs and targets, which are ``previous`` for the next batch.
     """
     if previous is None:
         return x, targets
@@ -156,8 +156,8 @@ def random_erasing(
     Args:
         x: images [n, channels, H, W].
         numbers: uniform in [0, 1), six per image [n, 6]: whether, area, aspect, transposed, top, left.
-        probability: share of the images that are erased.
-        area: range of the rectangle's share of the image.
+        probability: fraction of the images that are erased.
+        area: range of the rectangle's area as a fraction of the image.
         aspect: range of its height over width, transposed half the time.
 
     Returns:

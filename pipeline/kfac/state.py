@@ -1,6 +1,7 @@
-"""The factors as a checkpoint keeps them, for a quantiser that weighs its errors by the curvature.
+"""Serialised curvature factors and optimiser states.
 
-A plain dictionary of numbers, strings and tensors (it loads with ``weights_only=True``)::
+Checkpoints store the factors for a quantiser that weights its errors by the curvature, as a dictionary of
+numbers, strings and tensors (loadable with ``weights_only=True``)::
 
     {"format": "ul2q.kfac/1",
      "fisher": "empirical" | "mc",          # labels of the data, or sampled from the model
@@ -22,7 +23,7 @@ Columns of A are in the order of ``weight.flatten(1)``.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ NORMALISATION = {
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """Return plain types with all tensors in them on ``device``."""
+    """Return nested plain types with all tensors moved to ``device``."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, dict):
@@ -51,7 +52,7 @@ def moved(value: Any, device: torch.device) -> Any:
 
 
 def weight_sha256(weight: Tensor) -> str:
-    """Return the hash of a weight's values as float32 in C order, little endian; hexadecimal."""
+    """Return the SHA-256 of a weight as little-endian float32 in C order, hexadecimal."""
     values = weight.detach().float().cpu().contiguous().numpy()
     return hashlib.sha256(values.astype("<f4").tobytes()).hexdigest()
 
@@ -59,49 +60,65 @@ def weight_sha256(weight: Tensor) -> str:
 def factors_state(
     layers: Mapping[str, Layer], curvature: Mapping[str, Curvature], step: int, fisher: str = "empirical"
 ) -> dict[str, Any]:
-    """Factors of all Kronecker-factored layers that have any.
+    """Return the factors of all Kronecker-factored layers that have any.
 
     Args:
         layers: the covered layers by name.
-        curvature: the curvature of those that this rank owns.
-        step: number of the step to come, from which ``age`` counts.
-        fisher: where the labels came from, ``empirical`` or ``mc``.
+        curvature: curvature of the layers that this rank owns.
+        step: number of the next step, from which ``age`` counts.
+        fisher: source of the labels, ``empirical`` or ``mc``.
 
     Returns:
-        The dictionary above.
+        The dictionary documented above.
     """
     entries: dict[str, Any] = {}
-    for name, found in curvature.items():
+    for name, layer_curvature in curvature.items():
         layer = layers[name]
-        if not isinstance(layer, KroneckerLayer) or not isinstance(found, KroneckerCurvature):
+        if not isinstance(layer, KroneckerLayer) or not isinstance(layer_curvature, KroneckerCurvature):
             continue
-        if found.a is None or found.g is None:
+        if layer_curvature.a is None or layer_curvature.g is None:
             continue
         entries[name] = {
             "kind": layer.kind,
-            "A": linear_algebra.tri(found.a.dense()).float().cpu(),
-            "G": linear_algebra.tri(found.g.dense()).float().cpu(),
+            "A": linear_algebra.tri(layer_curvature.a.dense()).float().cpu(),
+            "G": linear_algebra.tri(layer_curvature.g.dense()).float().cpu(),
             "groups": layer.groups,
             "bias": layer.bias is not None,
             "normalisation": dict(NORMALISATION),
-            "samples": found.samples,
-            "positions": found.positions,
-            "damping": found.damping,
-            "age": step - found.step - 1,
+            "samples": layer_curvature.samples,
+            "positions": layer_curvature.positions,
+            "damping": layer_curvature.damping,
+            "age": step - layer_curvature.step - 1,
             "weight_sha256": weight_sha256(layer.weight),
         }
     return {"format": FORMAT, "fisher": fisher, "layers": entries}
 
 
 def merged(parts: Iterable[Mapping[str, Any]], names: Iterable[str]) -> dict[str, Any]:
-    """Entries of all ranks in one dictionary.
+    """Merge the factors of all ranks.
 
     Args:
-        parts: what :func:`factors_state` gave on every rank.
-        names: layer names in the order wanted.
+        parts: results of :func:`factors_state` of every rank.
+        names: layer names in the desired order.
 
     Returns:
-        The ``layers`` of the whole.
+        The ``layers`` entry of the merged dictionary.
     """
-    found = {name: entry for part in parts for name, entry in part["layers"].items()}
-    return {name: found[name] for name in names if name in found}
+    entries = {name: entry for part in parts for name, entry in part["layers"].items()}
+    return {name: entries[name] for name in names if name in entries}
+
+
+def merged_optimizer_state(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge the states of :class:`ul2q.pipeline.kfac.KFAC` of all ranks.
+
+    Args:
+        parts: the state of every rank, each with the entries that the rank owns; the rest is the same in all.
+
+    Returns:
+        The complete state.
+    """
+    whole: dict[str, Any] = {**parts[0], "kfac": dict(parts[0]["kfac"])}
+    whole["state"] = {key: value for part in parts for key, value in part["state"].items()}
+    for key in ("layers", "uncovered"):
+        whole["kfac"][key] = {k: v for part in parts for k, v in part["kfac"][key].items()}
+    return whole

@@ -1,8 +1,8 @@
-"""What ONNX Runtime's 8-bit kernels compute, bit for bit, in NumPy.
+"""Bitwise reference of ONNX Runtime's 8-bit kernels in NumPy.
 
-A uint8 code p with scale s (float32) and zero point z stands for s·(p − z). Rounding is half to even.
+A uint8 code p with scale s (float32) and zero point z represents s·(p − z). Rounding is half to even.
 
-Found by comparison with ONNX Runtime 1.32 on x86-64 (AVX2, FMA, VNNI) over all codes or code pairs, random
+Derived by comparison with ONNX Runtime 1.32 on x86-64 (AVX2, FMA, VNNI) over all codes or code pairs, random
 scales and zero points, both in the DequantizeLinear → operator → QuantizeLinear form that it fuses and as its
 own operators. The tests repeat it: no code differs for any function here. Other orders of the same operations
 do differ. In 13 million pairs: QLinearAdd with separate products and sums 24, without FMA in its fixed part
@@ -27,9 +27,9 @@ _F32 = np.float32
 _CODES = np.arange(256, dtype=np.float32)
 _INT16_MAX = 2**15 - 1
 
-#: From so many channels on, scales and biases are chosen so that files can hold them in 16 bits.
+#: From this many channels on, scales and biases are chosen so that files can store them in 16 bits.
 MANY_CHANNELS = 64
-#: How far a bias of 16 bits may move an output, in output steps.
+#: Largest change of an output by a 16-bit bias, in output steps.
 BIAS_ERROR = 1 / 32
 
 
@@ -43,9 +43,9 @@ def fma(a: Any, b: Any, c: Any) -> NDArray[np.float32]:
     total = np.asarray(product + c)
     part = total - product
     error = (product - (total - part)) + (c - part)  # exact: Knuth's two-sum
-    even = total.view(np.int64) & 1 == 0
-    odd = np.where((error != 0) & even, np.nextafter(total, np.copysign(np.inf, error)), total)
-    return odd.astype(np.float32)
+    is_even = total.view(np.int64) & 1 == 0
+    rounded_to_odd = np.where((error != 0) & is_even, np.nextafter(total, np.copysign(np.inf, error)), total)
+    return rounded_to_odd.astype(np.float32)
 
 
 def multiplier(in_scale: float, weight_scale: Any, out_scale: float) -> NDArray[np.float32]:
@@ -57,9 +57,9 @@ def multiplier(in_scale: float, weight_scale: Any, out_scale: float) -> NDArray[
 
 
 def half_precision(scale: NDArray[np.float64]) -> NDArray[np.float32]:
-    """Return weight scales [C]; where there are many, with the 11 significant bits of float16.
+    """Return weight scales [C], with the 11 significant bits of float16 where there are many.
 
-    Files can then hold them in 16 bits. Whatever its size, a scale moves by at most 2^−11 of itself.
+    Files can then store them in 16 bits. A scale changes by at most 2^−11 of itself.
     """
     if len(scale) < MANY_CHANNELS:
         return scale.astype(np.float32)
@@ -68,14 +68,14 @@ def half_precision(scale: NDArray[np.float64]) -> NDArray[np.float32]:
 
 
 def round_bias(bias: NDArray[np.float64], factor: NDArray[np.float64]) -> NDArray[np.int32]:
-    """Return integer biases [C]; where there are many, 16-bit numbers times one power of two, if possible.
+    """Return integer biases [C], as 16-bit numbers times one power of two where there are many.
 
     Args:
         bias: [C], in units of the accumulator.
         factor: [C], output steps of one such unit.
 
     Returns:
-        The nearest integers, or multiples of a power of two if these move no output by more than 1/32 step.
+        The nearest integers, or multiples of a power of two if these change no output by more than 1/32 step.
     """
     largest = float(np.abs(bias).max(initial=0))
     unit = 2.0 ** max(0, int(np.ceil(np.log2(max(largest, 1) / _INT16_MAX))))
@@ -115,8 +115,8 @@ def add_table(
     """Return the [256, 256] table of QLinearAdd.
 
     round(fma(a, r_a, fma(b, r_b, fixed))) with fixed = z_out − fma(r_a, z_a, r_b·z_b) and r = s/s_out.
-    A first operand that broadcasts along the innermost dimension is taken as the second by ONNX Runtime: use
-    the transposed table of (b, a) there. They differ in a few of ten million entries.
+    ONNX Runtime swaps the operands if the first broadcasts along the innermost dimension: use the transposed
+    table of (b, a) there. The tables differ in a few of ten million entries.
     """
     ra, rb = _F32(a_scale) / _F32(out_scale), _F32(b_scale) / _F32(out_scale)
     fixed = _F32(out_zero_point) - fma(ra, _F32(a_zero_point), rb * _F32(b_zero_point))
@@ -153,7 +153,7 @@ def unary_table(
 def requantize_table(
     in_scale: float, in_zero_point: int, out_scale: float, out_zero_point: int
 ) -> NDArray[np.uint8]:
-    """Return the [256] table from one scale to another, as QLinearConcat treats each input."""
+    """Return the [256] table from one scale to another, as for each input of QLinearConcat."""
     return unary_table(lambda x: x, in_scale, in_zero_point, out_scale, out_zero_point)
 
 
@@ -193,7 +193,7 @@ def average_pool(
     out_scale: float,
     out_zero_point: int,
 ) -> NDArray[np.uint8]:
-    """Return what QLinearAveragePool computes: round(mean/s_out + z_out).
+    """Return the result of QLinearAveragePool: round(mean/s_out + z_out).
 
     The mean is the float32 sum of the dequantised codes in row-major order over their number.
 
@@ -222,7 +222,7 @@ def average_pool(
 
     terms = windows(dequantize(codes, in_scale, in_zero_point))
     total = np.zeros(terms.shape[:-1], np.float32)
-    for i in range(terms.shape[-1]):  # in this order: float32 addition does not associate
+    for i in range(terms.shape[-1]):  # in this order: float32 addition is not associative
         total = total + terms[..., i]
     inside = windows(np.ones((1, 1, *codes.shape[2:]), np.float32)).sum(-1)
     count = np.full_like(inside, np.prod(kernel)) if count_include_pad else inside

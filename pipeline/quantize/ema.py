@@ -1,10 +1,10 @@
 """Streaming statistics of an activation, and the fit of its 8-bit grid.
 
 [P] (see `ul2q.pipeline.quantize.ul2q`) estimates an activation's (α, β) by an exponential moving average over
-the training data. Here the averages are bias-corrected, extremes and a histogram of constant size are kept
-beside them, and 0 is always a level: zero padding, ReLU and the runtime need it.
+the training data. Here the averages are bias-corrected, extremes and a histogram of constant size are
+recorded too, and 0 is always a level: zero padding, ReLU and the runtime need it.
 
-A grid is s·(p − z) with p = 0..255, s float32 and z the uint8 zero point; `ActivationParams` holds s and z.
+A grid is s·(p − z) with p = 0..255, s float32 and z the uint8 zero point (see `ActivationParams`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from scipy.optimize import brentq, minimize_scalar
 from scipy.special import ndtr
 
-from ul2q.pipeline.config import ACT_FITS
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.quantize import ul2q
 from ul2q.pipeline.quantize.histogram import Histogram
+from ul2q.pipeline.quantize.registry import ACT_FITS
 
 MOMENTUM: Final = 0.9
 """Weight of the past in each update (the value of the authors' code)."""
@@ -34,11 +34,11 @@ class ActivationStats:
     """Bias-corrected moving averages over batches, true extremes, element count and histogram of one tensor.
 
     Attributes:
-        momentum: weight of the past.
-        low: the smallest value seen.
-        high: the largest value seen.
-        count: number of values seen.
-        histogram: of all values, or of an even sample of each batch.
+        momentum: weight of earlier batches.
+        low: the smallest value observed.
+        high: the largest value observed.
+        count: number of values observed.
+        histogram: histogram of all values, or of an evenly spaced sample of each batch.
     """
 
     momentum: float = MOMENTUM
@@ -50,16 +50,16 @@ class ActivationStats:
     _weight: float = 0.0
 
     def update(self, mean: float, second: float, low: float, high: float, count: int) -> None:
-        """Take in one batch by its mean E[x], second moment E[x²], extremes and number of values."""
+        """Update with one batch: its mean E[x], second moment E[x²], extremes and number of values."""
         self._sums = self.momentum * self._sums + (1 - self.momentum) * np.array([mean, second, low, high])
         self._weight = self.momentum * self._weight + (1 - self.momentum)
         self.low, self.high = min(self.low, low), max(self.high, high)
         self.count += count
 
     def observe(self, x: NDArray[np.float32]) -> None:
-        """Take in a batch of finite values."""
-        wide = x.astype(np.float64)
-        self.update(float(wide.mean()), float((wide**2).mean()), float(x.min()), float(x.max()), x.size)
+        """Update with a batch of finite values."""
+        x64 = x.astype(np.float64)
+        self.update(float(x64.mean()), float((x64**2).mean()), float(x.min()), float(x.max()), x.size)
         self.histogram.add(x)
 
     @property
@@ -82,9 +82,9 @@ class ActivationParams:
     Attributes:
         scale: s, a float32 value.
         zero_point: z, 0..255.
-        fit: the rule that gave it: normal, rectified, minmax or search.
-        error: its mean squared error on the histogram over the mean square.
-        errors: that error for every rule that was tried.
+        fit: the rule of the fit: normal, rectified, minmax or search.
+        error: its mean squared error on the histogram, relative to the mean square.
+        errors: the error of every rule tried.
     """
 
     scale: float
@@ -95,9 +95,9 @@ class ActivationParams:
 
 
 def spread(low: Any, high: Any, xp: Any) -> tuple[Any, Any]:
-    """Return scale and zero point of the grid that spreads 256 levels over low..high, 0 among them.
+    """Return scale and zero point of the grid with 256 levels over low..high, 0 among them.
 
-    Arrays of any namespace ``xp``, low <= 0 <= high, low < high; the zero point is a whole number.
+    Arrays of any namespace ``xp``, low <= 0 <= high, low < high; the zero point is an integer.
     """
     scale = (high - low) / 255
     return scale, xp.round(-low / scale)
@@ -111,8 +111,8 @@ def snap(low: Floats, high: Floats, clip: Clip = None) -> tuple[NDArray[np.float
     Args:
         low: lower ends [K].
         high: upper ends [K].
-        clip: bounds, around 0, that no level may pass; s shrinks where it has to. Bounds without room for any
-            levels are ignored.
+        clip: bounds around 0 that no level may exceed; s shrinks as needed. Bounds too narrow for any levels
+            are ignored.
 
     Returns:
         Scales float32 [K] and zero points int64 [K].
@@ -146,7 +146,7 @@ def _rectified_moments(t: float) -> tuple[float, float]:
 def rectified_normal(mean: float, second: float) -> tuple[float, float]:
     """Return (μ/σ, σ) of the normal whose rectification max(0, N(μ, σ²)) has the moments E[x] and E[x²].
 
-    E[x]²/E[x²] grows with t = μ/σ alone; t is kept within −10..50.
+    E[x]²/E[x²] grows with t = μ/σ alone; t is limited to −10..50.
     """
     ratio = mean**2 / second
 
@@ -174,10 +174,10 @@ def rectified_loss(step: float, t: float) -> float:
 def rectified_step(t: float) -> float:
     """Return the step that minimises `rectified_loss`."""
     longest = np.log((max(t, 0.0) + 9) / 255)
-    found = minimize_scalar(
+    minimum = minimize_scalar(
         lambda v: rectified_loss(np.exp(v), t), bounds=(longest - 4, longest), method="bounded"
     )
-    return float(np.exp(found.x))
+    return float(np.exp(minimum.x))
 
 
 def _normal_range(stats: ActivationStats) -> tuple[float, float]:
@@ -198,7 +198,7 @@ def _errors(stats: ActivationStats, low: Floats, high: Floats, clip: Clip) -> Fl
 
 
 def _search(stats: ActivationStats, clip: Clip) -> tuple[float, float]:
-    """Return the range of least error, from shrinking the true extremes: both together, then each alone."""
+    """Return the range of least error, searched by shrinking the extremes: both together, then each alone."""
     low, high = bounds = min(stats.low, 0.0), max(stats.high, 0.0)
 
     def best(lows: Floats, highs: Floats) -> tuple[float, float]:
@@ -219,14 +219,14 @@ def _search(stats: ActivationStats, clip: Clip) -> tuple[float, float]:
 def fit_activation(stats: ActivationStats, fit: str = "auto", clip: Clip = None) -> ActivationParams:
     """Fit the grid of an activation.
 
-    ``normal`` is [P]'s rule. ``rectified`` takes the tensor for max(0, N(μ, σ²)) and the step optimal for
-    that (``normal`` instead if negative values were seen). ``minmax`` takes the averaged extremes. ``auto``
-    takes the least squared error among these and a search over the ends of the range.
+    ``normal`` is the rule of [P]. ``rectified`` models the tensor as max(0, N(μ, σ²)) and uses the optimal
+    step for it (``normal`` if negative values were observed). ``minmax`` uses the averaged extremes. ``auto``
+    chooses the least squared error among these and a search over the ends of the range.
 
     Args:
-        stats: what calibration has seen.
+        stats: statistics of the calibration.
         fit: normal, rectified, minmax or auto.
-        clip: bounds that the levels may not pass, such as (0, 6) before a ReLU6.
+        clip: bounds that the levels may not exceed, such as (0, 6) before a ReLU6.
 
     Returns:
         The grid and the errors of all rules tried.

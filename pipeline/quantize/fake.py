@@ -1,4 +1,4 @@
-"""Quantisers as torch modules: the training forward computes exactly the values that are deployed."""
+"""Fake quantisation as torch modules: the forward pass computes exactly the deployed values."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from ul2q.pipeline.config import ACT_FITS, GRANULARITIES, check_quantizer
 from ul2q.pipeline.errors import UsageError, within
-from ul2q.pipeline.quantize import baselines, ul2q
 from ul2q.pipeline.quantize import grid as grids
+from ul2q.pipeline.quantize import ul2q
 from ul2q.pipeline.quantize.ema import ActivationParams, ActivationStats, Clip, fit_activation
 from ul2q.pipeline.quantize.histogram import BINS
+from ul2q.pipeline.quantize.registry import ACT_FITS, DEFAULT_QUANTIZER
+from ul2q.pipeline.quantize.weight import rule_for
 
 MODES: Final = ("off", "observe", "quantize")
 HISTOGRAM_SAMPLE: Final = 2**18
-"""At most so many values of a batch, evenly spaced, enter the histogram; moments and extremes take all."""
+"""Largest number of values of a batch in the histogram, evenly spaced; moments and extremes use all."""
 
 
 class _QuantizedWeight(torch.autograd.Function):
@@ -24,14 +25,14 @@ class _QuantizedWeight(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, w: Tensor, k: int, granularity: str, channel_axis: int, quantizer: str) -> Tensor:  # noqa: ARG004
-        values = w.float()
-        if quantizer != "ul2q":
-            found, grid = baselines.quantize(values.cpu().numpy(), k, granularity, channel_axis, quantizer)
-            q = torch.from_numpy(found).to(values.device)
+        values, rule = w.float(), rule_for(quantizer, k, granularity)
+        if not rule.codes_follow_grid:
+            codes, grid = rule.quantize(values.cpu().numpy(), k, granularity, channel_axis)
+            q = torch.from_numpy(codes).to(values.device)
             return grids.dequantize(q, grid, channel_axis).to(w.dtype)
         # NumPy and torch give equal bits; on the CPU NumPy sums faster and shares the memory.
         source = values.numpy() if values.device.type == "cpu" else values
-        grid = grids.weight_grid(source, k, granularity, channel_axis)
+        grid = rule.grid(source, k, granularity, channel_axis)
         return _on_grid(values, grid, channel_axis).to(w.dtype)
 
     @staticmethod
@@ -51,31 +52,29 @@ def _on_grid(w: Tensor, grid: grids.Grid, axis: int) -> Tensor:
 
 
 class WeightQuantizer(nn.Module):
-    """μL2Q, or a quantiser to compare it with, as a `torch.nn.utils.parametrize` parametrisation of a weight.
+    """A weight quantiser as a `torch.nn.utils.parametrize` parametrisation.
 
-    Forward: scale·(multiplier·q + offset) with the grid of the current weight, equal bit for bit to
-    `ul2q.pipeline.quantize.baselines.quantize` and to DequantizeLinear. Backward: identity, without a
-    gradient through the statistics.
+    Forward: scale·(multiplier·q + offset) with the grid of the current weight, bitwise equal to
+    `ul2q.pipeline.quantize.weight.quantize` and to DequantizeLinear. Backward: identity, without a gradient
+    through the statistics.
 
     Args:
         k: width in bits, 1..8.
         granularity: "tensor" or "channel".
         channel_axis: axis of the output channels (1 for ConvTranspose).
-        quantizer: one of `ul2q.pipeline.config.QUANTIZERS`.
+        quantizer: a name in `ul2q.pipeline.quantize.registry.QUANTIZERS`.
 
     Raises:
         UsageError: an argument is out of range.
     """
 
     def __init__(
-        self, k: int, granularity: str = "tensor", channel_axis: int = 0, quantizer: str = "ul2q"
+        self, k: int, granularity: str = "tensor", channel_axis: int = 0, quantizer: str = DEFAULT_QUANTIZER
     ) -> None:
         super().__init__()
         if k not in range(1, 9):
             raise UsageError(f"k is {k}: weights take 1 to 8 bits")
-        if granularity not in GRANULARITIES:
-            raise UsageError(f"granularity is {granularity!r}: use one of {', '.join(GRANULARITIES)}")
-        check_quantizer(quantizer, k)
+        rule_for(quantizer, k, granularity)  # checks that it exists
         self.k, self.granularity, self.channel_axis = k, granularity, channel_axis
         self.quantizer = quantizer
 
@@ -84,13 +83,13 @@ class WeightQuantizer(nn.Module):
         return _QuantizedWeight.apply(w, self.k, self.granularity, self.channel_axis, self.quantizer)
 
     def right_inverse(self, w: Tensor) -> Tensor:
-        """Return ``w``: assigning a weight sets the float weight behind it."""
+        """Return ``w``: assigning a weight sets the float weight."""
         return w
 
     def extra_repr(self) -> str:
         """Return the arguments as text."""
         text = f"k={self.k}, granularity={self.granularity!r}, channel_axis={self.channel_axis}"
-        return text if self.quantizer == "ul2q" else f"{text}, quantizer={self.quantizer!r}"
+        return text if self.quantizer == DEFAULT_QUANTIZER else f"{text}, quantizer={self.quantizer!r}"
 
 
 class _QuantizedActivation(torch.autograd.Function):
@@ -112,14 +111,14 @@ class _QuantizedActivation(torch.autograd.Function):
 class ActivationQuantizer(nn.Module):
     """8-bit quantiser of one activation tensor, scale and zero point per tensor.
 
-    Modes: "off" passes x through; "observe" does so after taking it into the statistics; "quantize" returns
+    Modes: "off" returns x; "observe" returns x and updates the statistics; "quantize" returns
     (p − zero_point)·scale with p = clip(round(x/scale) + zero_point, 0, 255) and passes the gradient inside
-    the range only. `set_from_stats` goes from "observe" to "quantize".
+    the range only. `set_from_stats` switches from "observe" to "quantize".
 
     Args:
-        name: what errors call it.
+        name: its name in errors.
         fit: normal, rectified, minmax or auto (see `fit_activation`).
-        clip: bounds that the levels may not pass, for a following or fused clamp.
+        clip: bounds that the levels may not exceed, for a following or fused clamp.
 
     Attributes:
         scale: float32 buffer [].
@@ -169,7 +168,7 @@ class ActivationQuantizer(nn.Module):
         return x
 
     def _observe(self, x: Tensor) -> None:
-        """Take ``x`` into the statistics.
+        """Update the statistics with ``x``.
 
         Raises:
             UsageError: ``x`` has NaN or infinite values.
@@ -196,7 +195,7 @@ class ActivationQuantizer(nn.Module):
         histogram.add_counts(counts.cpu().numpy(), int((sample == 0).sum()))
 
     def set_from_stats(self) -> ActivationParams:
-        """Fit scale and zero point to what was observed and switch to "quantize".
+        """Fit scale and zero point to the statistics and switch to "quantize".
 
         Returns:
             The fit.

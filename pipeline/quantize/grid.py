@@ -1,10 +1,10 @@
-"""The deployable grid: the levels of μL2Q as int8 weights that integer kernels run without loss.
+"""The deployable grid: the levels of μL2Q as int8 weights for integer kernels, without loss.
 
     integer weight  w_int = multiplier·q + offset          real weight = scale·w_int (one float32 product)
     stored int8     w_int + zero_point                     as DequantizeLinear(scale, zero_point) reads it
 
 The levels α(q + 1/2) + β stay evenly spaced with step α; only the offset moves, to β̂, so that all levels are
-integer multiples of one scale. Codes must be taken with β̂ (`quantize_weight` does).
+integer multiples of one scale. Codes must be computed with β̂, as `quantize_weight` does.
 
 ==========  =========  ==================================================================================
 form        widths     levels
@@ -38,9 +38,8 @@ from typing import Any, Final, Self
 
 import numpy as np
 
-from ul2q.pipeline.config import GRANULARITIES
-from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.quantize import ul2q
+from ul2q.pipeline.quantize.registry import check_granularity
 from ul2q.pipeline.quantize.ul2q import Array, Namespace
 
 SATURATION_FREE: Final = 64
@@ -86,12 +85,12 @@ class Grid:
 
 @dataclass(frozen=True)
 class _Form:
-    """What a form offers: w_int = multiplier·q + c with ``low`` <= c <= ``high``."""
+    """A form of the grid: w_int = multiplier·q + c with ``low`` <= c <= ``high``."""
 
     multiplier: int
     low: Any
     high: Any
-    zero_point: int | None = 0  # None: whatever cancels the offset
+    zero_point: int | None = 0  # None: the negated offset
 
     @classmethod
     def bounded(cls, k: int, multiplier: int, limit: int) -> Self:
@@ -123,8 +122,8 @@ def _fine_forms(k: int) -> list[_Form]:
 def _fine_form(alpha: np.ndarray, beta: np.ndarray, k: int) -> _Form | None:
     """Return the fine form with the largest m that fits; None if a tensor fits none.
 
-    Channels that do not even fit m = 1 have to grow, less for small m, while the others lose less by large m:
-    then m is the one of the least expected squared error.
+    Channels that do not even fit m = 1 have to grow, less for small m, while the others lose less with large
+    m: then m minimises the expected squared error.
     """
     forms = _fine_forms(k)
     for form in forms:
@@ -143,7 +142,7 @@ def _fine_form(alpha: np.ndarray, beta: np.ndarray, k: int) -> _Form | None:
 
 
 def _common_offset(alpha: np.ndarray, beta: np.ndarray) -> int:
-    """Return the offset, common to all channels, for which the sum of their squared 8-bit steps is least."""
+    """Return the offset common to all channels that minimises the sum of their squared 8-bit steps."""
     o = np.arange(-126, 127)
     steps = _reaching(alpha[:, None], beta[:, None], 8, _Form(1, o, o))
     return int(o[np.argmin(np.sum(steps**2, axis=0))])
@@ -164,9 +163,9 @@ def _choose_form(alpha: np.ndarray, beta: np.ndarray, k: int) -> _Form:
 
 
 def _reaching(alpha: np.ndarray, beta: np.ndarray, k: int, form: _Form) -> np.ndarray:
-    """Return the step with which the form's range reaches (2^(k−1) − 1/2)·``alpha`` both sides of ``beta``.
+    """Return the step for which the form's range reaches (2^(k−1) − 1/2)·``alpha`` on both sides of ``beta``.
 
-    That is what the range of step ``alpha`` reaches when it is centred; no step is smaller than ``alpha``.
+    This is the reach of a centred range of step ``alpha``; no step is smaller than ``alpha``.
     """
     M, half = form.multiplier, 2 ** (k - 1)
     beyond = (half - 0.5) * alpha
@@ -182,7 +181,7 @@ def _grown(alpha: np.ndarray, beta: np.ndarray, k: int, form: _Form) -> np.ndarr
     M, step = form.multiplier, _reaching(alpha, beta, k, form)
     last = np.where(beta > 0, form.high, -form.low)
     whole = last + M * np.round((abs(beta) * M / step - last) / M)
-    far = (step > 2 * alpha / ul2q.LAMBDA[k]) & (whole != 0)  # zero is a level whatever the step
+    far = (step > 2 * alpha / ul2q.LAMBDA[k]) & (whole != 0)  # zero is a level for every step
     return np.where(far, abs(beta) * M / np.where(far, whole, 1.0), step)
 
 
@@ -212,7 +211,7 @@ def deployable_grid(alpha: np.ndarray, beta: np.ndarray, k: int) -> Grid:
     """
     alpha, beta = np.asarray(alpha, np.float32), np.asarray(beta, np.float32)
     varying = alpha > 0
-    # Stand-ins (step 1, offset 0) keep constant channels out of the divisions.
+    # Placeholders (step 1, offset 0) avoid division by zero for constant channels.
     step = np.where(varying, alpha, 1).astype(np.float64)
     centre = np.where(varying, beta, 0).astype(np.float64)
     form = _Form(1, -INT8_LIMIT, INT8_LIMIT)
@@ -238,10 +237,10 @@ def deployable_grid(alpha: np.ndarray, beta: np.ndarray, k: int) -> Grid:
 
 
 def snapped_offset(alpha: Array, beta: Array, k: int, xp: Namespace) -> Array:
-    """Return β̂ for ``alpha`` and ``beta`` while a graph is traced, where no value may be looked at.
+    """Return β̂ for ``alpha`` and ``beta`` in a traced graph, where values are not available.
 
-    It is that of `deployable_grid`, bit for bit, wherever no step has to grow; elsewhere ``beta`` itself. For
-    real weights (|μ| below a few σ) steps grow for 8 bits per channel only.
+    It is bitwise equal to that of `deployable_grid` where no step has to grow, else ``beta`` itself. For real
+    weights (|μ| below a few σ) steps grow for 8 bits per channel only.
 
     Args:
         alpha: step, float32 [] or [C].
@@ -261,13 +260,13 @@ def snapped_offset(alpha: Array, beta: Array, k: int, xp: Namespace) -> Array:
     else:
         limits = {6: (SATURATION_FREE, INT8_LIMIT), 7: (INT8_LIMIT,)}.get(k, ())
         forms += [_Form.bounded(k, 1, limit) for limit in limits]
-    found = beta
-    for form in reversed(forms):  # the first that fits is set last
+    snapped = beta
+    for form in reversed(forms):  # the first form that fits is applied last
         scale = alpha / float(form.multiplier)
         offset = ul2q.cast(form.nearest(step, centre, xp), "float32", xp)
         usable = xp.all(form.fits(step, centre, xp))
-        found = xp.where(usable, scale * (offset - form.multiplier / 2), found)
-    return xp.where(varying, found, beta)
+        snapped = xp.where(usable, scale * (offset - form.multiplier / 2), snapped)
+    return xp.where(varying, snapped, beta)
 
 
 def _integers(q: Array, grid: Grid, axis: int, xp: Namespace) -> Array:
@@ -283,7 +282,7 @@ def integer_weight(q: Array, grid: Grid, channel_axis: int = 0, xp: Namespace | 
 
 
 def stored_weight(q: Array, grid: Grid, channel_axis: int = 0, xp: Namespace | None = None) -> Array:
-    """Return the int8 that a file stores (or unpacks to): w_int + zero_point, of the shape of ``q``."""
+    """Return the int8 values stored in a file (or unpacked): w_int + zero_point, of the shape of ``q``."""
     xp = xp or ul2q.namespace(q)
     return ul2q.cast(_integers(q, grid, channel_axis, xp) + float(grid.zero_point), "int8", xp)
 
@@ -303,15 +302,14 @@ def weight_grid(
     Raises:
         UsageError: an unknown granularity, an empty weight or one that is not finite.
     """
-    if granularity not in GRANULARITIES:
-        raise UsageError(f"granularity is {granularity!r}: use one of {', '.join(GRANULARITIES)}")
+    check_granularity(granularity)
     axis = channel_axis if granularity == "channel" else None
     alpha, beta = ul2q.scale_offset(w, k, axis, xp)
     return deployable_grid(ul2q.to_numpy(alpha), ul2q.to_numpy(beta), k)
 
 
 def grid_codes(w: Array, grid: Grid, channel_axis: int = 0, xp: Namespace | None = None) -> Array:
-    """Return the codes of ``w`` on ``grid``, taken with β̂, as float32 of the shape of ``w``."""
+    """Return the codes of ``w`` on ``grid``, computed with β̂, as float32 of the shape of ``w``."""
     xp = xp or ul2q.namespace(w)
     alpha, beta = ul2q.constant(grid.alpha, w, xp), ul2q.constant(grid.beta, w, xp)
     return ul2q.codes(w, alpha, beta, grid.k, channel_axis, xp)
@@ -320,7 +318,7 @@ def grid_codes(w: Array, grid: Grid, channel_axis: int = 0, xp: Namespace | None
 def quantize_weight(
     w: Array, k: int, granularity: str = "tensor", channel_axis: int = 0, xp: Namespace | None = None
 ) -> tuple[Array, Grid]:
-    """Quantise a weight: statistics, deployable grid, codes taken on that grid.
+    """Quantise a weight by μL2Q: statistics, deployable grid, codes on that grid.
 
     Args:
         w: weight of any shape and floating type (computed with as float32).
@@ -343,14 +341,14 @@ def quantize_weight(
 def zero_channels(
     q: np.ndarray, grid: Grid, channels: np.ndarray, channel_axis: int = 0
 ) -> tuple[np.ndarray, Grid]:
-    """Make the integer weights of some channels exactly 0, for example where BatchNorm's γ is 0.
+    """Set the integer weights of some channels to exactly 0, for example where BatchNorm's γ is 0.
 
-    If a code gives w_int = 0 on the grid as it is, the channels take that code and the grid stays. Otherwise
-    their codes become 0 and their offset, α and β̂ 0, which makes the grid one per channel; scale is kept.
+    If some code has w_int = 0, the channels get that code and the grid is unchanged. Otherwise their codes,
+    offset, α and β̂ become 0, which makes the grid per channel; scale is unchanged.
 
     Args:
         q: codes, int8.
-        grid: their grid.
+        grid: grid of the codes.
         channels: the channels to zero, as indices or as bool [C].
         channel_axis: axis of the channels in ``q``.
 
@@ -383,8 +381,8 @@ def zero_channels(
 
 def sqnr_db(w: np.ndarray, w_q: np.ndarray) -> float:
     """Return the signal-to-noise ratio 10·log10(Σw²/Σ(w − w_q)²) of a quantisation in dB, ∞ without noise."""
-    wide = np.asarray(w, np.float64)
-    signal, noise = np.sum(wide**2), np.sum((wide - w_q) ** 2)
+    w64 = np.asarray(w, np.float64)
+    signal, noise = np.sum(w64**2), np.sum((w64 - w_q) ** 2)
     if noise == 0:
         return float("inf")
     return float(10 * np.log10(signal / noise)) if signal > 0 else float("-inf")

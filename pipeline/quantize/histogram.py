@@ -1,4 +1,4 @@
-"""A streaming histogram of constant size whose bins merge exactly, and the error of 8-bit grids on it."""
+"""Streaming histogram of constant size with exactly merging bins, and the error of 8-bit grids on it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Histogram:
     """Counts of values in 2,048 bins of width 2^e at whole multiples of the width.
 
     A value x belongs to bin ⌊x/2^e⌋, which floating point computes exactly (quotients that underflow count
-    as 0). When values outside arrive, the window moves if that suffices; otherwise the width doubles and
-    pairs of bins merge, which is exact too: the counts are those of a histogram of the final bins.
-    Exact zeros are also counted apart (`zeros`), since every activation grid holds them without error.
+    as 0). For values outside, the window moves if that suffices; otherwise the width doubles and pairs
+    of bins merge, which is exact too: the counts equal those of a histogram with the final bins.
+    Exact zeros are also counted separately (`zeros`), since every activation grid represents them exactly.
     """
 
     def __init__(self) -> None:
@@ -33,11 +33,11 @@ class Histogram:
 
     @property
     def inverse_width(self) -> float:
-        """Return 1/width, a power of two: bin ``i`` of `counts` holds ⌊x·inverse_width⌋ − start = i."""
+        """Return 1/width, a power of two: bin ``i`` of `counts` has ⌊x·inverse_width⌋ − start = i."""
         return 2.0**-self.exponent
 
     def cover(self, low: float, high: float) -> None:
-        """Move the window and widen the bins until the counted values and ``low``..``high`` have bins."""
+        """Move the window and widen the bins to cover the counted values and ``low``..``high``."""
         largest = max(abs(low), abs(high))
         floor = max(_NARROWEST, math.frexp(largest)[1] - _INDEX_BITS) if largest else _NARROWEST
         exponent = max(floor, self.exponent) if self.total else floor
@@ -59,7 +59,7 @@ class Histogram:
         self.counts, self.start, self.exponent = counts, start, exponent
 
     def add_counts(self, counts: NDArray[np.int64], zeros: int) -> None:
-        """Add ``counts`` [2048] of values in the present bins, ``zeros`` of them exactly 0."""
+        """Add ``counts`` [2048] of values in the current bins, ``zeros`` of them exactly 0."""
         self.counts = self.counts + counts
         self.total += int(counts.sum())
         self.zeros += zeros
@@ -74,7 +74,7 @@ class Histogram:
     def squared_error(self, scale: NDArray[np.float32], zero_point: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the mean squared error of the counted values on grids scale·(p − zero_point), p = 0..255.
 
-        Values are taken as evenly spread within their bin, exact zeros excepted.
+        Values are assumed uniform within their bin, except for exact zeros.
 
         Args:
             scale: candidates' scales [K].

@@ -7,7 +7,7 @@ Shapes: a weight ``w`` has any shape; statistics have shape [] (per tensor) or [
 
 Arrays are NumPy arrays, torch tensors or Keras tensors. Every function takes the array namespace as ``xp``
 (``numpy``, ``torch`` or ``keras.ops``); without it the namespace of a NumPy array or a torch tensor is used.
-The arithmetic consists of single IEEE operations in a fixed order, so all namespaces give equal bits.
+The arithmetic consists of single IEEE operations in a fixed order, so that all namespaces return equal bits.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ LOSS: Final[dict[int, float]] = {
 """Expected squared error J(λ*) on N(0, 1)."""
 
 SMALLEST_STEP: Final = 2.0**-100
-"""A step below this counts as zero: α/(2m) and its product with an input scale stay normal float32."""
+"""Smaller steps count as zero: α/(2m) and its product with an input scale remain normal float32."""
 
 LARGEST_STEP: Final = 2.0**116
 LARGEST_OFFSET: Final = 2.0**125
-"""Bounds of α and |β| within which every level is an ordinary float32."""
+"""Bounds of α and |β| within which every level is a finite float32."""
 
 _PIECE: Final = 2**18
 
@@ -62,7 +62,7 @@ def namespace(x: Array) -> Namespace:
     """Return ``numpy`` or ``torch``, whichever ``x`` belongs to, without importing torch.
 
     Raises:
-        TypeError: ``x`` is neither; its namespace has to be passed as ``xp``.
+        TypeError: ``x`` is neither; pass its namespace as ``xp``.
     """
     if isinstance(x, (np.ndarray, np.generic, float, int)):
         return np
@@ -92,12 +92,12 @@ def constant(v: np.ndarray, like: Array, xp: Namespace) -> Array:
 
 
 def to_numpy(x: Array) -> np.ndarray:
-    """Return ``x``, of any of the namespaces, as a NumPy array."""
+    """Return ``x`` of any namespace as a NumPy array."""
     return x.detach().cpu().numpy() if hasattr(x, "detach") else np.asarray(x)
 
 
 def along(v: Array, ndim: int, axis: int, xp: Namespace) -> Array:
-    """Return ``v`` ready to broadcast with ``ndim`` dimensions: [] as it is, [C] along ``axis``."""
+    """Return ``v`` shaped to broadcast with ``ndim`` dimensions: [] unchanged, [C] along ``axis``."""
     if len(v.shape) == 0 or ndim == 0:
         return v
     shape = [1] * ndim
@@ -140,8 +140,9 @@ def expected_loss(lam: Array, k: int, shift: Array = 0.0) -> Array:
 def optimal_step(k: int) -> float:
     """Return λ*, the minimiser of `expected_loss` for ``k`` bits, to about 13 digits.
 
-    It is found as the zero of λJ'(λ)/2 = Σ q_i·∫(q_i − t)N(t)dt over cells, whose moving ends cancel, each
-    being equally far from both its levels: a minimum of J itself can be located to half the digits only.
+    It is computed as the zero of λJ'(λ)/2 = Σ q_i·∫(q_i − t)N(t)dt over cells; the terms of the moving cell
+    borders cancel, as a border is equally far from both its levels. A minimum of J itself can be located to
+    half the digits only.
     """
 
     def slope(lam: float) -> float:
@@ -154,8 +155,8 @@ def optimal_step(k: int) -> float:
 def _tree_sum(x: Array) -> Array:
     """Return the sum of [..., n] over the last axis, by halving.
 
-    Libraries and thread counts differ in the order of their own sums and hence in the last bits; this order
-    is fixed, and as exact as pairwise summation. n equal float32 values sum exactly.
+    Libraries differ in the order of their sums, also with the number of threads, and hence in the last bits.
+    This order is fixed and as exact as pairwise summation; n equal float32 values sum exactly.
     """
     left_over = []
     n = x.shape[-1]
@@ -174,7 +175,7 @@ def _tree_sum(x: Array) -> Array:
 def _sums(rows: Array, xp: Namespace, centre: Array | None = None) -> Array:
     """Return the float64 sums [R] of float32 ``rows`` [R, n], or of their squared distance to ``centre`` [R].
 
-    Work goes by pieces of at most `_PIECE` values, which bounds the float64 memory.
+    Pieces of at most `_PIECE` values bound the float64 memory.
     """
     count, n = rows.shape
     width = min(n, _PIECE)
@@ -193,10 +194,10 @@ def _sums(rows: Array, xp: Namespace, centre: Array | None = None) -> Array:
 
 
 def require_finite(w: Array, alpha: Array, beta: Array, xp: Namespace) -> None:
-    """Check by its statistics that ``w`` is finite: one NaN or infinity makes the mean so.
+    """Check that ``w`` is finite, by its statistics: one NaN or infinity propagates to the mean.
 
     Raises:
-        UsageError: it is not, or levels could leave the range of float32.
+        UsageError: it is not, or levels could exceed the range of float32.
     """
     if bool(xp.all(alpha <= LARGEST_STEP)) and bool(xp.all(xp.abs(beta) <= LARGEST_OFFSET)):
         return
@@ -224,7 +225,7 @@ def scale_offset(
         k: width in bits, 1..8.
         axis: None for one pair per tensor, otherwise the channel axis (0: outputs of conv and linear).
         xp: array namespace.
-        check: whether to look at the values; not possible while a graph is traced.
+        check: whether to check the values, which is impossible in a traced graph.
 
     Returns:
         α and β, float32 of shape [] or [C].
@@ -235,7 +236,7 @@ def scale_offset(
     xp = xp or namespace(w)
     if 0 in w.shape:
         raise UsageError(f"a weight of shape {tuple(w.shape)} has no elements to quantise")
-    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is reported below
+    with np.errstate(over="ignore", invalid="ignore"):  # values that are not finite are reported below
         values = cast(w, "float32", xp)
         if axis is None:
             rows = xp.reshape(values, (1, -1))
@@ -258,7 +259,7 @@ def codes(w: Array, alpha: Array, beta: Array, k: int, axis: int = 0, xp: Namesp
     The paper's round(x − 1/2) is the nearest of the mid-rise levels, hence ⌊x⌋.
 
     Args:
-        w: weight; other types are taken as float32.
+        w: weight; other types are converted to float32.
         alpha: step, float32 of shape [] or [C]; where it is 0 the code is 0.
         beta: offset, as ``alpha``.
         k: width in bits, 1..8.

@@ -1,7 +1,7 @@
-"""Geometry of the pictures: numbers to lengths and SVG paths.
+"""Geometry of the charts: convert numbers to lengths and SVG paths.
 
-The templates draw into boxes of `WIDTH` × `HEIGHT` that stretch to the place there is; words stand beside
-them in HTML, so that they wrap, can be read out, and keep their size on a phone.
+The templates draw into boxes of `WIDTH` × `HEIGHT` that stretch to the available space. Text is HTML beside
+them, so that it wraps, is accessible to screen readers and keeps its size on a phone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ HEIGHT: Final = 100
 
 @dataclass(frozen=True)
 class Axis:
-    """A linear axis from ``low`` to ``high`` over the width of a picture.
+    """A linear axis from ``low`` to ``high`` over the width of a chart.
 
     Attributes:
         low: value at the left end.
@@ -29,7 +29,7 @@ class Axis:
 
     @classmethod
     def over(cls, *values: float, margin: float = 0.0) -> Axis:
-        """Return the axis that holds ``values``, widened by ``margin`` of its length at both ends."""
+        """Return the axis that covers ``values``, extended by ``margin`` of its length at both ends."""
         low, high = min(values), max(values)
         if low == high:
             reach = abs(low) or 1.0
@@ -38,13 +38,13 @@ class Axis:
         return cls(low - extra, high + extra)
 
     def at(self, value: float) -> float:
-        """Return where ``value`` lies, 0..`WIDTH`; beyond the ends, the nearer end."""
+        """Return the position of ``value``, clipped to 0..`WIDTH`."""
         share = (value - self.low) / (self.high - self.low)
         return WIDTH * min(max(share, 0.0), 1.0)
 
 
 def short(value: float) -> str:
-    """Write a coordinate with at most two decimals.
+    """Format a coordinate with at most two decimals.
 
     Returns:
         For example ``12.5``.
@@ -53,12 +53,12 @@ def short(value: float) -> str:
 
 
 def outline(counts: Sequence[int], low: float, high: float, axis: Axis) -> str:
-    """Return the SVG path of equally wide steps on the lower edge, the largest of the full height.
+    """Return the SVG path of a step outline: bars of equal width, the largest of the full height.
 
     Args:
-        counts: heights of the steps, at least 0, such as the counts of a histogram.
-        low: where the first step begins.
-        high: where the last one ends.
+        counts: heights of the bars, at least 0, such as the counts of a histogram.
+        low: left end of the first bar.
+        high: right end of the last bar.
         axis: the horizontal axis.
     """
     top = max(counts, default=0) or 1
@@ -74,7 +74,7 @@ def proportion_interval(share: float, count: int) -> tuple[float, float]:
 
     Args:
         share: the observed proportion, 0..1.
-        count: how many samples it was observed on.
+        count: number of samples.
     """
     z2 = 1.959964**2 / count
     centre = (share + z2 / 2) / (1 + z2)

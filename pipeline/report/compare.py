@@ -1,4 +1,4 @@
-"""Two compressions side by side: what they cost and gained, how they were made, which layers differ."""
+"""Compare two compressions: their numbers, options and differing layers."""
 
 from __future__ import annotations
 
@@ -77,29 +77,29 @@ _NUMBERS: Final[tuple[tuple[str, str, Callable[[Report], Value], Callable[[Value
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two reports and what to call them.
+    """Two reports with their names.
 
     Attributes:
-        names: what to call them.
-        reports: the first and the second.
+        names: names of the runs.
+        reports: their reports.
     """
 
     names: tuple[str, str]
     reports: tuple[Report, Report]
 
     def numbers(self) -> dict[str, list[Value]]:
-        """Return every quantity, of the first and the second; those that neither has are left out."""
-        found = {key: [value(report) for report in self.reports] for key, _, value, _ in _NUMBERS}
+        """Return the pair of values of every quantity that at least one run has."""
+        numbers = {key: [value(report) for report in self.reports] for key, _, value, _ in _NUMBERS}
         for name in self._metric_names():
-            found[name] = [self._metric(report, name) for report in self.reports]
-        return {key: pair for key, pair in found.items() if pair != [None, None]}
+            numbers[name] = [self._metric(report, name) for report in self.reports]
+        return {key: pair for key, pair in numbers.items() if pair != [None, None]}
 
     def number_rows(self) -> list[tuple[str, ...]]:
-        """Return the rows (quantity, first, second) in words."""
-        found = self.numbers()
-        rows = [(label, *map(write, found[key])) for key, label, _, write in _NUMBERS if key in found]
+        """Return the rows (quantity, first, second) as text."""
+        numbers = self.numbers()
+        rows = [(label, *map(write, numbers[key])) for key, label, _, write in _NUMBERS if key in numbers]
         for name in self._metric_names():
-            values = found.get(name, [])
+            values = numbers.get(name, [])
             rows += [(name, *map(text.metric, values))] if values else []
         return rows
 
@@ -112,7 +112,7 @@ class Comparison:
         return report["metrics"][name]["quantized"] if name in report["metrics"] else None
 
     def options(self) -> dict[str, list[Any]]:
-        """Return the options, and what identifies the network, that are not the same in both."""
+        """Return the options and the model identity that differ."""
         first, second = (
             {f"model {key}": report["model"][key] for key in ("arch", "source", "sha256")} | report["config"]
             for report in self.reports
@@ -121,7 +121,7 @@ class Comparison:
         return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
     def option_rows(self) -> list[tuple[str, ...]]:
-        """Return the rows (option, first, second) in words; of a hash the first digits."""
+        """Return the rows (option, first, second) as text, with shortened hashes."""
         rows = []
         for key, pair in self.options().items():
             cells = map(text.shown, pair)
@@ -129,13 +129,13 @@ class Comparison:
         return rows
 
     def layers(self) -> list[tuple[str, Layer | None, Layer | None]]:
-        """Return the layers that differ, with None where one run lacks them."""
+        """Return the differing layers, None for a layer that one run lacks."""
         first, second = ({layer["name"]: layer for layer in report["layers"]} for report in self.reports)
         pairs = [(name, first.get(name), second.get(name)) for name in dict.fromkeys([*first, *second])]
         return [(name, a, b) for name, a, b in pairs if _compared(a) != _compared(b)]
 
     def layer_rows(self) -> list[tuple[str, ...]]:
-        """Return the layers that differ in the columns of ``LAYER_HEADER``, as "first → second"."""
+        """Return the differing layers in the columns of ``LAYER_HEADER``, as "first → second"."""
         rows = []
         for name, a, b in self.layers():
             cells = [_cells(layer) for layer in (a, b)]
@@ -159,7 +159,7 @@ class Comparison:
 
 
 def _compared(layer: Layer | None) -> tuple[Any, ...] | None:
-    """Return what tells layers apart; SQNR as it is printed, since training moves it a little."""
+    """Return the compared fields of a layer; SQNR as printed, since training changes it slightly."""
     if layer is None:
         return None
     fields: dict[str, Any] = dict(layer)

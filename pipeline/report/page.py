@@ -1,4 +1,4 @@
-"""A report as one HTML page: no scripts, nothing loaded from anywhere, the same bytes for the same report."""
+"""Render a report as one self-contained HTML page without scripts, with equal bytes for equal reports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SECTIONS = (
 
 
 def render(template: str, **values: Any) -> str:
-    """Fill in a template of this folder; everything is escaped.
+    """Render a template of this folder, with all values escaped.
 
     Returns:
         The page.
@@ -41,12 +41,12 @@ def render(template: str, **values: Any) -> str:
 
 
 def _parts(name: str) -> list[str]:
-    """Return ``name`` in pieces that wrap better than words do: cut behind ``.``, ``_`` and ``/``."""
+    """Return ``name`` split after ``.``, ``_`` and ``/``, where it may wrap."""
     return re.split(r"(?<=[._/])(?=\w)", name)
 
 
 def html(report: Report) -> str:
-    """Write ``report`` as a page.
+    """Render ``report`` as a page.
 
     Returns:
         The text of report.html.
@@ -62,8 +62,8 @@ def html(report: Report) -> str:
         accuracy=pictures.accuracy(report),
         parities=[(row.label, row.note) for row in text.parities(report)],
         metrics=[
-            (name, text.metric(found["float"]), text.metric(found["quantized"]))
-            for name, found in report["metrics"].items()
+            (name, text.metric(values["float"]), text.metric(values["quantized"]))
+            for name, values in report["metrics"].items()
         ],
         loss=pictures.loss(report),
         sqnr=pictures.sqnr(report),
@@ -85,7 +85,7 @@ def html(report: Report) -> str:
 
 
 def comparison_html(comparison: Comparison) -> str:
-    """Write a comparison as a page.
+    """Render a comparison as a page.
 
     Returns:
         HTML.
@@ -108,7 +108,7 @@ def comparison_html(comparison: Comparison) -> str:
 
 
 def _memory(report: Report) -> list[tuple[str, ...]]:
-    """Return the rows (label, float, quantised) of what is known of the memory."""
+    """Return the rows (label, float, quantised) of the memory figures."""
     memory = report["memory"]
     paper, process = memory["paper"], memory["measured_peak_rss_bytes"]
     rows = (
@@ -128,7 +128,7 @@ def _memory(report: Report) -> list[tuple[str, ...]]:
 
 
 def _operations(report: Report) -> list[tuple[str, ...]]:
-    """Return the rows (label, float, quantised) of the counted arithmetic."""
+    """Return the rows (label, float, quantised) of the operation counts."""
     counted = report["operations"]
     rows = (
         ("multiply-adds", counted["multiply_adds"], counted["multiply_adds"]),

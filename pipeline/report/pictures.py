@@ -1,4 +1,4 @@
-"""What the pictures of the page show, taken from a report: rows of bars, histograms, live memory.
+"""Data of the charts of the page: bars, histograms, live memory.
 
 All positions are coordinates of `ul2q.pipeline.report.charts`.
 """
@@ -12,6 +12,7 @@ from typing import Final
 
 import numpy as np
 
+from ul2q.pipeline.quantize.registry import QUANTIZERS
 from ul2q.pipeline.quantize.ul2q import LOSS
 from ul2q.pipeline.report import text
 from ul2q.pipeline.report.charts import Axis, outline, proportion_interval, short
@@ -20,7 +21,7 @@ from ul2q.pipeline.report.schema import Activation, Layer, LiveBytes, Report, We
 Value = float | None
 
 _DRAWN_LEVELS: Final = 16
-"""More levels than this are drawn as the range that they span."""
+"""Largest number of levels that are drawn one by one; more are drawn as a range."""
 
 FRAMEWORKS: Final = {
     "float": ("PyTorch, float", "no labelled test samples"),
@@ -32,7 +33,7 @@ FRAMEWORKS: Final = {
 
 @dataclass(frozen=True)
 class Span:
-    """A bar of a row: where it begins, how long it is, and its kind, a CSS class."""
+    """A bar of a row: start, length, and kind (a CSS class)."""
 
     start: str
     length: str
@@ -44,9 +45,9 @@ class Row:
     """One row of a chart.
 
     Attributes:
-        name: what it is about.
-        value: the number in words.
-        spans: its bars, below each other.
+        name: label of the row.
+        value: its value as text.
+        spans: its bars, one below the other.
         marks: (position, kind) of marks across the bars.
     """
 
@@ -58,7 +59,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Chart:
-    """Rows on a common axis, and the labels of its ends."""
+    """Rows on a common axis, with the labels of its ends."""
 
     rows: list[Row] = field(default_factory=list)
     low: str = ""
@@ -67,7 +68,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Picture:
-    """A drawing: a path, levels as positions or as one span, the labels of its ends, and it all in words."""
+    """A drawing: a path, levels as positions or as one span, axis labels, a caption and alternative text."""
 
     name: str
     label: str
@@ -81,14 +82,14 @@ class Picture:
 
 def _bar(axis: Axis, start: float, end: float, kind: str) -> Span:
     left, right = axis.at(start), axis.at(end)
-    return Span(short(left), short(max(right - left, 1.0)), kind)  # a line, however little it is
+    return Span(short(left), short(max(right - left, 1.0)), kind)  # at least a visible line
 
 
 def accuracy(report: Report) -> Chart:
-    """Return the accuracy in every framework; top-1 with its 95 % interval.
+    """Return the accuracy in every framework, top-1 with its 95 % confidence interval.
 
     Returns:
-        A row for each, with a dash for what was not measured; without rows if nothing was.
+        A row per framework, with a dash where it was not measured; no rows if nothing was measured.
     """
     values = report["accuracy"]
     measured: dict[str, Value] = {
@@ -97,7 +98,7 @@ def accuracy(report: Report) -> Chart:
         "onnxruntime": values["onnxruntime"],
         "keras": values["keras"],
     }
-    # Only a share of right answers has this interval; a mean of scores over images has not.
+    # This interval is for proportions of correct samples, not for mean scores over images.
     samples = values["samples"] if values["metric"] == "top1" else None
     intervals = {key: _interval(value, samples) for key, value in measured.items()}
     known = [end for ends in intervals.values() if ends is not None for end in ends]
@@ -110,7 +111,7 @@ def accuracy(report: Report) -> Chart:
 
 
 def _interval(value: Value, samples: int | None) -> tuple[float, float] | None:
-    """Return what surrounds ``value``: its confidence interval if it is a share of ``samples``."""
+    """Return the confidence interval of a proportion of ``samples``, else ``value`` twice."""
     if value is None:
         return None
     return proportion_interval(value, samples) if samples and 0 <= value <= 1 else (value, value)
@@ -130,14 +131,14 @@ def _accuracy_row(key: str, value: Value, ends: tuple[float, float] | None, axis
 
 def loss(report: Report) -> Chart:
     """Return each layer's normalised squared error as a multiple of the optimum for its width."""
-    found = [
+    bars = [
         (layer["name"], layer["loss"], LOSS[layer["wbits"]])
         for layer in report["layers"]
         if layer["loss"] is not None and layer["wbits"] in LOSS
     ]
-    if not found:
+    if not bars:
         return Chart()
-    axis = Axis(0, 1.05 * max(1.0, *(value / least for _, value, least in found)))
+    axis = Axis(0, 1.05 * max(1.0, *(value / least for _, value, least in bars)))
     mark = ((short(axis.at(1)), "level"),)
     rows = [
         Row(
@@ -146,7 +147,7 @@ def loss(report: Report) -> Chart:
             (_bar(axis, 0, value / least, "after"),),
             mark,
         )
-        for name, value, least in found
+        for name, value, least in bars
     ]
     return Chart(rows, "0", f"{axis.high:.3g}")
 
@@ -170,9 +171,9 @@ def _pairs(
     top: Value = None,
     of_two_runs: bool = False,
 ) -> Chart:
-    """Return two bars a row from 0, before and after; the axis ends at ``top`` or the largest.
+    """Return two bars per row from 0, before and after; the axis ends at ``top`` or the largest value.
 
-    A value that one of ``of_two_runs`` lacks has a dash, so that it shows which of them has the other.
+    With ``of_two_runs`` a missing value is a dash, which shows the run that lacks it.
     """
     listed = list(rows)
     known = [value for _, *both in listed for value in both if value is not None]
@@ -181,12 +182,12 @@ def _pairs(
     axis = Axis.over(0, *known) if top is None else Axis(0, top)
     drawn = []
     for name, *both in listed:
-        found = [
+        bars = [
             (value, kind) for value, kind in zip(both, ("before", "after"), strict=True) if value is not None
         ]
-        shown = both if of_two_runs else [value for value, _ in found]
-        words = " → ".join(map(write, shown)) if found else text.NONE
-        spans = tuple(_bar(axis, min(value, 0), max(value, 0), kind) for value, kind in found)
+        shown = both if of_two_runs else [value for value, _ in bars]
+        words = " → ".join(map(write, shown)) if bars else text.NONE
+        spans = tuple(_bar(axis, min(value, 0), max(value, 0), kind) for value, kind in bars)
         drawn.append(Row(name, words, spans))
     return Chart(drawn, write(axis.low), write(axis.high))
 
@@ -200,7 +201,7 @@ def _decibels(value: Value) -> str:
 
 
 def sizes(report: Report) -> Chart:
-    """Return each layer's bytes before and after, and what the file holds besides."""
+    """Return each layer's bytes before and after, and the rest of the file."""
     rows: list[tuple[str, Value, Value]] = [
         (layer["name"], layer["bytes_float"], layer["bytes_quantized"]) for layer in report["layers"]
     ]
@@ -213,7 +214,7 @@ def sizes(report: Report) -> Chart:
 
 
 def activations(report: Report) -> Chart:
-    """Return the range of each 8-bit activation grid beside the extremes seen in calibration."""
+    """Return the range of each 8-bit activation grid and the extremes observed in calibration."""
     sites = report["activations"]
     if not sites:
         return Chart()
@@ -249,10 +250,11 @@ def _grid_ends(site: Activation) -> tuple[float, float]:
 
 
 def histograms(report: Report) -> list[Picture]:
-    """Return a picture of the weights of every quantised layer, with its levels."""
-    ternary = report["config"].get("quantizer") == "twn"  # which does not use the lowest level
+    """Return the histogram of the weights of every quantised layer, with its levels."""
+    quantizer = QUANTIZERS.get(str(report["config"].get("quantizer")))
+    unused = 0 if quantizer is None else quantizer.unused_codes
     return [
-        _histogram(layer, layer["histogram"], 1 if ternary else 0)
+        _histogram(layer, layer["histogram"], unused)
         for layer in report["layers"]
         if layer["histogram"] is not None
     ]
@@ -292,7 +294,7 @@ def _histogram(layer: Layer, counted: WeightHistogram, unused: int) -> Picture:
 
 
 def live_memory(report: Report) -> Picture | None:
-    """Return live bytes along the graph; None if they were not counted."""
+    """Return the live bytes along the graph; None if they were not counted."""
     live = report["memory"]["live"]
     if not live:
         return None
@@ -309,7 +311,7 @@ def _ends(live: Sequence[LiveBytes]) -> tuple[str, str]:
 
 
 def runs(names: tuple[str, str], first: Report, second: Report) -> list[tuple[str, Chart]]:
-    """Return titles and charts of two runs: float and quantised accuracy, file and time."""
+    """Return titles and charts of two runs: accuracy, file size and time, float and quantised."""
     charts = []
     for title, values, write, top in (
         ("Accuracy", lambda r: (r["accuracy"]["float"], text.accuracy_after(r)), text.percent, 1.0),

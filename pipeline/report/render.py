@@ -1,4 +1,4 @@
-"""A report as Markdown, and as tables on the console."""
+"""Render a report as Markdown and as tables on the console."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _cell(value: object) -> str:
 
 
 def markdown(report: Report) -> str:
-    """Write ``report`` as Markdown.
+    """Render ``report`` as Markdown.
 
     Returns:
         The text of report.md.
@@ -45,7 +45,7 @@ def markdown(report: Report) -> str:
 
 
 def tables(report: Report, console: Console) -> None:
-    """Print ``report`` on ``console``: the summary, one row a layer, the warnings."""
+    """Print ``report`` on ``console``: the summary, one row per layer, the warnings."""
     console.print(Text(f"{report['model']['arch'] or 'model'}: {text.title(report)}"), soft_wrap=True)
     if rows := text.summary(report):
         table = Table(box=box.SIMPLE_HEAD)

@@ -1,4 +1,4 @@
-"""The numbers of a report as the words and cells that report.md and the console tables share."""
+"""Format the numbers of a report as text, for report.md, report.html and the console."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LAYER_HEADER = ("layer", "operator", "weights", "bits", "α", "β", "SQNR dB", "
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the summary: a label, the float and the quantised value, and what to note."""
+    """One line of the summary: a label, the float and the quantised value, and a note."""
 
     label: str
     before: str = NONE
@@ -24,7 +24,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Headline:
-    """One of the three numbers that come first: a label, its value or a dash, and what it is made of."""
+    """One of the three leading numbers: a label, its value or a dash, and a note on its origin."""
 
     label: str
     value: str
@@ -32,7 +32,7 @@ class Headline:
 
 
 def title(report: Report) -> str:
-    """Name the widths of a report.
+    """Format the widths of a report.
 
     Returns:
         For example ``2-bit weights, 8-bit activations``.
@@ -44,7 +44,7 @@ def title(report: Report) -> str:
 
 
 def size(count: int | None) -> str:
-    """Write a number of bytes.
+    """Format a number of bytes.
 
     Returns:
         For example ``118.3 kB`` (1 kB is 1,000 bytes).
@@ -60,7 +60,7 @@ def size(count: int | None) -> str:
 
 
 def count(number: float | None) -> str:
-    """Write a number of things, from ten million on in four digits.
+    """Format a count, from ten million on with four digits.
 
     Returns:
         For example ``5,760,000`` or ``12.57 G`` (M, G, T, P: 10⁶, 10⁹, 10¹², 10¹⁵).
@@ -78,7 +78,7 @@ def count(number: float | None) -> str:
 
 
 def percent(fraction: float | None) -> str:
-    """Write a fraction.
+    """Format a fraction as a percentage.
 
     Returns:
         For example ``98.40 %``.
@@ -87,7 +87,7 @@ def percent(fraction: float | None) -> str:
 
 
 def milliseconds(value: float | None) -> str:
-    """Write a time in milliseconds.
+    """Format a time in milliseconds.
 
     Returns:
         For example ``0.142 ms``.
@@ -96,7 +96,7 @@ def milliseconds(value: float | None) -> str:
 
 
 def metric(value: float | None) -> str:
-    """Write a metric of any unit.
+    """Format a metric of any unit.
 
     Returns:
         For example ``0.9840``.
@@ -105,7 +105,7 @@ def metric(value: float | None) -> str:
 
 
 def scale(value: float | list[float] | None) -> str:
-    """Write α or β, or the range that one value per output channel spans.
+    """Format α or β, as a range if there is one value per output channel.
 
     Returns:
         For example ``0.0312``, or ``0.011…0.052`` for several.
@@ -118,10 +118,10 @@ def scale(value: float | list[float] | None) -> str:
 
 
 def shown(value: object) -> str:
-    """Write a value of the configuration.
+    """Format a value of the configuration.
 
     Returns:
-        Text as it is, a dash for nothing, and JSON for the rest.
+        Strings unchanged, a dash for None and empty lists, else JSON.
     """
     if value is None or value == []:
         return NONE
@@ -129,7 +129,7 @@ def shown(value: object) -> str:
 
 
 def layer_cells(layer: Layer) -> tuple[str, ...]:
-    """Write one layer in the columns of ``LAYER_HEADER``.
+    """Format one layer in the columns of ``LAYER_HEADER``.
 
     Returns:
         The cells.
@@ -151,16 +151,16 @@ def layer_cells(layer: Layer) -> tuple[str, ...]:
 
 
 def accuracy_after(report: Report) -> float | None:
-    """Return the accuracy of the quantised model: in ONNX Runtime if that was measured, else in torch."""
+    """Return the accuracy of the quantised model: in ONNX Runtime if measured, else in torch."""
     accuracy = report["accuracy"]
     return accuracy["quantized"] if accuracy["onnxruntime"] is None else accuracy["onnxruntime"]
 
 
 def headlines(report: Report) -> list[Headline]:
-    """Write accuracy drop, compression and speed-up.
+    """Format accuracy drop, compression and speed-up.
 
     Returns:
-        The three; a dash with the reason stands for what was not measured.
+        The three headlines, with a dash and the reason where not measured.
     """
     return [_drop(report), _compression(report), _speed_up(report)]
 
@@ -195,7 +195,7 @@ def _speed_up(report: Report) -> Headline:
 
 
 def summary(report: Report) -> list[Row]:
-    """Write what the compression cost and gained, one row a quantity; rows of nothing measured are left out.
+    """Format costs and gains of the compression, one row per measured quantity.
 
     Returns:
         The rows.
@@ -247,10 +247,10 @@ def _memory_row(report: Report) -> Row:
 
 
 def parities(report: Report) -> list[Row]:
-    """Write how far each runtime is from the lowered torch model, in the notes of rows.
+    """Format the deviation of each runtime from the lowered torch model.
 
     Returns:
-        A row for each runtime that was compared.
+        A row for each compared runtime, with the deviation as its note.
     """
     rows = []
     for name, parity in (
@@ -275,7 +275,7 @@ def parities(report: Report) -> list[Row]:
 
 
 def operators(report: Report) -> str:
-    """List what ONNX Runtime executes.
+    """Format the operators that ONNX Runtime executes.
 
     Returns:
         For example ``2 QLinearConv, 2 QGemm``, or an empty text if it was not measured.

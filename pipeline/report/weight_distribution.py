@@ -1,4 +1,4 @@
-"""How the weights of a layer lie, and what their quantisation loses: numbers behind the report's pictures.
+"""Weight histogram and quantisation loss of a layer, for the charts of the report.
 
 Shapes: a weight is [C, …], output channels first; α and β are [] or [C].
 """
@@ -15,11 +15,11 @@ from numpy.typing import ArrayLike, NDArray
 BINS: Final = 64
 _PIECE: Final = 2**18
 _REACH: Final = 8.0
-"""Bins reach at most so many standard deviations from the mean: a lone outlier would leave one bar."""
+"""Bins end this many standard deviations from the mean, so that an outlier does not empty the histogram."""
 
 
 def histogram(w: NDArray[Any], alpha: ArrayLike, beta: ArrayLike) -> dict[str, Any] | None:
-    """Count the weights in `BINS` equally wide bins.
+    """Count the weights in `BINS` bins of equal width.
 
     Args:
         w: float weights [C, …].
@@ -48,8 +48,8 @@ def histogram(w: NDArray[Any], alpha: ArrayLike, beta: ArrayLike) -> dict[str, A
     outside, counts = 0, np.zeros(BINS, np.int64)
     for piece in values():
         outside += int(np.count_nonzero(piece < low) + np.count_nonzero(piece > high))
-        found, edges = np.histogram(np.clip(piece, low, high), BINS, (low, high))
-        counts += found
+        piece_counts, edges = np.histogram(np.clip(piece, low, high), BINS, (low, high))
+        counts += piece_counts
     return {
         "unit": "step" if steps.ndim else "weight",
         "low": float(edges[0]),
@@ -62,16 +62,16 @@ def histogram(w: NDArray[Any], alpha: ArrayLike, beta: ArrayLike) -> dict[str, A
 def loss(w: NDArray[Any], w_q: NDArray[Any], *, per_channel: bool) -> float | None:
     """Return the squared error of ``w_q`` [C, …] over the squared distance of ``w`` from its mean.
 
-    On normal weights its expectation is J(λ) of equation (14) of [P] (Gong et al. 2021), at best
+    For normal weights its expectation is J(λ) of equation (14) of [P] (Gong et al. 2021), at least
     `ul2q.pipeline.quantize.ul2q.LOSS`.
 
     Args:
         w: float weights [C, …].
         w_q: their quantised values, of the same shape.
-        per_channel: take the mean of each channel instead of that of the tensor.
+        per_channel: use the mean of each channel instead of that of the tensor.
 
     Returns:
-        The ratio; None if no weight differs from its mean.
+        The ratio; None if the weights do not vary.
     """
     rows = w.reshape(len(w) if per_channel else 1, -1)
     quantised = w_q.reshape(rows.shape)
@@ -84,7 +84,7 @@ def loss(w: NDArray[Any], w_q: NDArray[Any], *, per_channel: bool) -> float | No
 
 
 def _pieces(rows: NDArray[Any]) -> Iterator[tuple[tuple[slice, slice], NDArray[np.float64]]]:
-    """Yield parts of ``rows`` [R, n] in float64, and where they lie: a wide copy of all would take memory."""
+    """Yield the slices and float64 values of parts of ``rows`` [R, n], which bounds the memory."""
     width = min(rows.shape[1], _PIECE)
     height = max(1, _PIECE // width)
     for top in range(0, len(rows), height):

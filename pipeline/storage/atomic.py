@@ -1,4 +1,4 @@
-"""Outputs appear whole or not at all: written under a temporary name, flushed to disk, then renamed.
+"""Atomic writes: write under a temporary name, flush to disk, then rename.
 
 A killed run leaves at most hidden files beside its output, named after it; ``recover`` removes them.
 """
@@ -18,12 +18,12 @@ from pathlib import Path
 
 from ul2q.pipeline.errors import JobError, UsageError
 
-# What a run may write into its folder, and what it always does: only such a folder may be replaced.
-_OWN = {
+# Files that a run may write, and the one that it always writes: only a folder of such files may be replaced.
+_OWN_FILES = {
     "model.onnx", "model.onnx.data", "float.onnx", "float.onnx.data", "model.keras", "checkpoint.pt",
     "config.json", "report.json", "report.md", "report.html",
 }  # fmt: skip
-_ALWAYS = "report.json"
+_ALWAYS_WRITTEN = "report.json"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 _RENAME_SWAP = 2  # sys/stdio.h of macOS
@@ -42,7 +42,7 @@ def check_folder(path: Path) -> None:
     if not folder.is_dir():
         raise UsageError(f"{folder} is no folder: make it first, or give another output")
     try:
-        with tempfile.TemporaryFile(dir=folder):  # asking for permissions is not enough: root has them all
+        with tempfile.TemporaryFile(dir=folder):  # permission bits are not enough: root has them all
             pass
     except OSError as error:
         if error.errno in _FULL:
@@ -51,31 +51,31 @@ def check_folder(path: Path) -> None:
 
 
 def check_output(path: Path, *, overwrite: bool) -> None:
-    """Check, before any work is done, that ``path`` can be written.
+    """Check that ``path`` can be written, before any work is done.
 
     Raises:
         UsageError: it exists and may not be overwritten, or its folder is missing or read-only.
         JobError: the disk is full.
     """
     if path.exists() and not overwrite:
-        raise UsageError(f"{path} exists: give --overwrite or another output")
+        raise UsageError(f"{path} exists: give `overwrite` or another output")
     check_folder(path)
 
 
 def check_output_folder(path: Path, *, overwrite: bool) -> None:
-    """Check, before any work is done, that the folder ``path`` can be written.
+    """Check that the folder ``path`` can be written, before any work is done.
 
     Raises:
-        UsageError: see `check_output`, or it is a file, or a folder with what no earlier run wrote.
+        UsageError: see `check_output`; or it is a file, or a folder with files that no earlier run wrote.
     """
     check_output(path, overwrite=overwrite)
     if path.exists() and not path.is_dir():
         raise UsageError(f"{path} is a file, the output is a folder: give another output")
     names = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
-    foreign = [name for name in names if name not in _OWN]
-    if foreign or (names and _ALWAYS not in names):
+    foreign = [name for name in names if name not in _OWN_FILES]
+    if foreign or (names and _ALWAYS_WRITTEN not in names):
         raise UsageError(
-            f"{path} holds {(foreign or names)[0]}, which no earlier run wrote and --overwrite would delete: "
+            f"{path} holds {(foreign or names)[0]}, which no earlier run wrote and `overwrite` would delete: "
             "move it, or give another output"
         )
 
@@ -101,16 +101,16 @@ def _flush_folder(folder: Path) -> None:
 
 
 def beside(path: Path, what: str) -> Path:
-    """Return the hidden name next to ``path`` for ``what``."""
+    """Return the hidden path beside ``path`` with the suffix ``what``."""
     path = path.absolute()
     return path.with_name(f".{path.name}.{what}")
 
 
 @contextlib.contextmanager
 def replacing_file(path: Path) -> Iterator[Path]:
-    """Give a name for a new file, which takes the place of ``path`` when the block ends without an exception.
+    """Yield a temporary path that replaces ``path`` when the block ends without an exception.
 
-    At every moment ``path`` holds the old content or the new, complete.
+    ``path`` always has either the old or the new content, complete.
 
     Yields:
         The temporary name beside ``path``.
@@ -133,7 +133,7 @@ def replacing_file(path: Path) -> Iterator[Path]:
 
 
 def write_bytes(path: Path, data: bytes | memoryview) -> None:
-    """Write ``data`` to ``path`` in one step.
+    """Write ``data`` to ``path`` atomically.
 
     Raises:
         UsageError: the folder is missing or cannot be written to.
@@ -145,10 +145,10 @@ def write_bytes(path: Path, data: bytes | memoryview) -> None:
 
 @contextlib.contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-    """Give an empty folder that takes the place of ``path`` when the block ends without an exception.
+    """Yield an empty folder that replaces ``path`` when the block ends without an exception.
 
-    Where the system can swap two names at once (Linux, macOS) ``path`` is whole at every moment. Elsewhere it
-    is missing between two renames; `recover` brings it back if the run ends there.
+    Where the system can exchange two names atomically (Linux, macOS), ``path`` is always complete. Elsewhere
+    it is missing between two renames; `recover` restores it if the run ends there.
 
     Yields:
         The temporary folder beside ``path``.
@@ -171,7 +171,7 @@ def replacing_folder(path: Path) -> Iterator[Path]:
             raise
         with _one_line_errors(path):
             _flush(temporary)
-            _put(temporary, path, old)
+            _rename_over(temporary, path, old)
             _flush_folder(path.absolute().parent)
     finally:
         if os.path.lexists(old) and not os.path.lexists(path):
@@ -181,22 +181,22 @@ def replacing_folder(path: Path) -> Iterator[Path]:
 
 
 def recover(path: Path) -> None:
-    """Put right what a killed run left of ``path``: nobody else may be writing it.
+    """Recover ``path`` after a killed run; no other process may be writing it.
 
-    An old content that was moved aside comes back where there is no new one; temporary files go.
+    The old content is restored if there is no new one; temporary files are removed.
     """
     path = path.absolute()
     pattern = re.compile(rf"\.{re.escape(path.name)}\.\d+\.(tmp|old)")
-    for found in sorted(path.parent.glob(".*")):
-        if match := pattern.fullmatch(found.name):
+    for candidate in sorted(path.parent.glob(".*")):
+        if match := pattern.fullmatch(candidate.name):
             if match[1] == "old" and not os.path.lexists(path):
-                found.rename(path)
+                candidate.rename(path)
             else:
-                _remove(found)
+                _remove(candidate)
 
 
 def _flush(folder: Path) -> None:
-    """Flush all files below ``folder``, and the folders that name them."""
+    """Flush all files below ``folder`` and their folders to disk."""
     for place, _, names in os.walk(folder, topdown=False):
         for name in names:
             with (Path(place) / name).open("rb") as file:
@@ -204,8 +204,8 @@ def _flush(folder: Path) -> None:
         _flush_folder(Path(place))
 
 
-def _put(temporary: Path, path: Path, old: Path) -> None:
-    """Give ``temporary`` the name ``path``; what had it is then called ``temporary``, or else ``old``."""
+def _rename_over(temporary: Path, path: Path, old: Path) -> None:
+    """Rename ``temporary`` to ``path``; the old content becomes ``temporary``, or else ``old``."""
     if os.path.lexists(path):
         if _exchange(temporary, path):
             return
@@ -214,13 +214,13 @@ def _put(temporary: Path, path: Path, old: Path) -> None:
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Swap two names at once.
+    """Exchange two names atomically.
 
     Returns:
-        False where the system or the file system cannot.
+        False where the system or the file system does not support it.
 
     Raises:
-        OSError: it can, but failed.
+        OSError: the exchange failed.
     """
     if sys.platform not in {"linux", "darwin"}:
         return False
@@ -238,7 +238,7 @@ def _exchange(a: Path, b: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file, a link, or a folder with all that is in it."""
+    """Remove a file, a link, or a folder with its contents."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

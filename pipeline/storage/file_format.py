@@ -1,4 +1,4 @@
-"""What kind of file this is, told from its first bytes and zip member names: nothing in it is executed."""
+"""Detect a model file's format from its magic bytes and zip member names, without executing it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.storage.zip_guard import DAMAGED_ZIP, check_expansion
 
-#: what safetensors itself allows
+#: limit of safetensors itself
 _LONGEST_HEADER = 100_000_000
 
 
 class Kind(Enum):
-    """Kinds of files that people pass as a model; the value is how a message calls it."""
+    """Kinds of files that users pass as a model; the value names the kind in messages."""
 
     TORCH = "a torch.save file"
     TORCH_LEGACY = "a torch.save file of the old format"
@@ -39,7 +39,7 @@ def sniff(path: Path) -> Kind:
 
     Raises:
         OSError: the file cannot be read.
-        UsageError: it is an archive that would fill the memory.
+        UsageError: it is a zip bomb.
     """
     with path.open("rb") as file:
         head = file.read(4096)
@@ -100,6 +100,6 @@ def _other_kind(head: bytes) -> Kind:
     try:
         text = head.decode("utf-8", errors="strict")
     except UnicodeDecodeError as error:
-        # a character cut at the end of the first bytes is no sign of binary data
+        # a character cut off at the end of the head does not mean binary data
         text = head[: error.start].decode("utf-8") if error.start >= len(head) - 3 else "\0"
     return Kind.TEXT if all(c.isprintable() or c in "\r\n\t\f" for c in text) else Kind.UNKNOWN

@@ -1,4 +1,4 @@
-"""One run at a time writes an output; the lock of a run that was killed holds nobody up."""
+"""Lock an output against concurrent runs; stale locks of killed processes are released."""
 
 from __future__ import annotations
 
@@ -24,36 +24,36 @@ else:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-_HELD = {errno.EAGAIN, errno.EACCES, errno.EDEADLK}
+_LOCKED_ERRORS = {errno.EAGAIN, errno.EACCES, errno.EDEADLK}
 
 
 @contextlib.contextmanager
 def claimed(path: Path, *further: Path) -> Iterator[None]:
-    """Hold the output ``path`` while the block lasts; what a killed run left of it is put right first.
+    """Lock the output ``path`` for the duration of the block, after recovering from a killed run.
 
-    The operating system holds the lock for the process, on the file ``.NAME.lock`` beside ``path``, which is
-    there only meanwhile: after a kill it may lie there, but nobody holds it.
+    The process locks the file ``.NAME.lock`` beside ``path`` and removes it afterwards. After a kill the file
+    may remain, but it is not locked.
 
     Args:
-        path: what is written.
-        further: other files that only such a run writes.
+        path: the output.
+        further: other files that only a run for this output writes.
 
     Yields:
         Nothing.
 
     Raises:
-        UsageError: another run holds it, or its folder is missing or cannot be written to.
+        UsageError: another run has locked it, or its folder is missing or cannot be written to.
     """
     check_folder(path)
     lock = beside(path, "lock")
-    descriptor = _take(lock, path)
+    descriptor = _acquire(lock, path)
     try:
         for one in (path, *further):
             recover(one)
         yield
     finally:
-        # First the name, then the lock: whoever opened the file meanwhile sees that its name is gone.
-        with contextlib.suppress(OSError):  # Windows removes no open file
+        # Remove the name first: a process that opened the file meanwhile then sees that the name is gone.
+        with contextlib.suppress(OSError):  # Windows does not remove open files
             lock.unlink()
         os.close(descriptor)
         if sys.platform == "win32":
@@ -61,11 +61,11 @@ def claimed(path: Path, *further: Path) -> Iterator[None]:
                 lock.unlink()
 
 
-def _take(lock: Path, path: Path) -> int:
+def _acquire(lock: Path, path: Path) -> int:
     """Return a descriptor of the locked file.
 
     Raises:
-        UsageError: another run holds it.
+        UsageError: another run has locked it.
     """
     while True:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
@@ -76,9 +76,9 @@ def _take(lock: Path, path: Path) -> int:
                 os.write(descriptor, str(os.getpid()).encode())
                 return descriptor
         except FileNotFoundError:
-            pass  # its last holder has removed it: once more
+            pass  # its last owner has removed it: retry
         except OSError as error:
-            if error.errno not in _HELD:  # a file system without locks
+            if error.errno not in _LOCKED_ERRORS:  # a file system without locks
                 return descriptor
             holder = os.pread(descriptor, 20, 0).decode(errors="replace") if hasattr(os, "pread") else ""
             os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Write tensors in torch's format: in one step, straight to the disk, equal bytes for equal contents."""
+"""Write tensors in torch's format: atomically, streamed to disk, equal bytes for equal contents."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ul2q.pipeline.storage.atomic import replacing_file
 
 
 def write_tensors(path: Path, content: Any) -> None:
-    """Write ``content`` as torch.save does, the same bytes for equal contents.
+    """Write ``content`` with torch.save, equal bytes for equal contents.
 
     Args:
-        path: the file, which then loads with ``weights_only=True``; an existing one is replaced.
+        path: the file, loadable with ``weights_only=True``; an existing file is replaced.
         content: plain types, containers of them, and tensors.
 
     Raises:
-        TypeError: ``content`` holds something else.
+        TypeError: ``content`` contains other types.
         UsageError: the folder is missing or cannot be written to.
         JobError: the disk is full or failed.
     """
@@ -29,7 +29,7 @@ def write_tensors(path: Path, content: Any) -> None:
 
 
 def write_as_it_is(path: Path, content: Any) -> None:
-    """Write ``content`` as torch.save does; the bytes depend on what is shared in it, too.
+    """Write ``content`` with torch.save; the bytes also depend on which objects are shared.
 
     Raises:
         UsageError: the folder is missing or cannot be written to.
@@ -37,15 +37,15 @@ def write_as_it_is(path: Path, content: Any) -> None:
     """
     with replacing_file(path) as temporary, temporary.open("wb") as file:
         try:
-            torch.save(content, file)  # given a name, it would call the archive inside after it
-        except RuntimeError as error:  # it may hide what the system said, which is its context then
+            torch.save(content, file)  # given a path, it would name the archive inside after it
+        except RuntimeError as error:  # its context may be the error of the system
             reason = error.__context__ if isinstance(error.__context__, OSError) else error
             first = str(reason).splitlines()[0]
             raise JobError(f"{path} could not be written, probably the disk is full: {first}") from error
 
 
 class _Canonical:
-    """Rebuilds values so that what is shared depends on equality only, as pickle writes sharing."""
+    """Rebuilds values so that sharing, which pickle records, depends on equality only."""
 
     def __init__(self) -> None:
         self.strings: dict[str, str] = {}
@@ -73,7 +73,7 @@ class _Canonical:
             return {self.of(k): self.of(v) for k, v in value.items()}
         if isinstance(value, list | tuple):
             return type(value)([self.of(v) for v in value])
-        raise TypeError(f"a file holds plain types and tensors only, not {type(value).__name__}")
+        raise TypeError(f"a file contains plain types and tensors only, not {type(value).__name__}")
 
     def _alone(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return ``tensor``, or a contiguous copy where it shares its storage or leaves some of it unused."""

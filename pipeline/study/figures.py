@@ -1,4 +1,4 @@
-"""The studies as files: a picture, and its numbers as CSV and JSON; the same bytes every time."""
+"""Write the studies as files: a figure, and its numbers as CSV and JSON, with reproducible bytes."""
 
 from __future__ import annotations
 
@@ -18,19 +18,23 @@ from matplotlib.lines import Line2D
 
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.progress import Progress
+from ul2q.pipeline.quantize.registry import DEFAULT_QUANTIZER, QUANTIZERS
 from ul2q.pipeline.storage.atomic import check_output, write_bytes
 from ul2q.pipeline.study.losses import Loss, QuantizerStudy, StepStudy, quantizer_study, step_study
 
 _DOTS_PER_INCH: Final = 150
 _SHOWN_WIDTHS: Final = (1, 2, 4, 8)
-#: name, colour (Okabe and Ito's, told apart by colour-blind readers too), marker and line of each quantiser
-_STYLES: Final = {
-    "ul2q": ("μL2Q", "#000000", "o", "-"),
-    "bwn": ("BWN", "#0072B2", "s", "--"),
-    "twn": ("TWN", "#009E73", "^", "--"),
-    "fixed": ("fixed point", "#D55E00", "v", "-."),
-    "dorefa": ("DoReFa", "#CC79A7", "D", ":"),
-}
+#: colour (the palette of Okabe and Ito, safe for colour-blind readers), marker and line of each quantiser
+_STYLES: Final = (
+    ("#000000", "o", "-"),
+    ("#0072B2", "s", "--"),
+    ("#009E73", "^", "--"),
+    ("#D55E00", "v", "-."),
+    ("#CC79A7", "D", ":"),
+    ("#E69F00", "P", "--"),
+    ("#56B4E9", "X", "-."),
+    ("#F0E442", "*", ":"),
+)
 _LINES: Final = ("-", "--", "-.", ":")
 
 
@@ -41,9 +45,9 @@ def write_study(
 
     Args:
         name: one of `STUDIES`.
-        folder: where to write; made if it does not exist.
+        folder: output folder, created if it does not exist.
         overwrite: replace files that exist.
-        progress: where to report.
+        progress: progress output.
 
     Returns:
         The files.
@@ -93,7 +97,7 @@ STUDIES: Final[dict[str, Callable[[], tuple[bytes, bytes, bytes]]]] = {
     "lambda": _lambda,
     "quantizers": _quantizers,
 }
-"""What makes the picture, the table and the document of each study."""
+"""Functions that return the figure, the table and the document of each study."""
 
 
 def _csv(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> bytes:
@@ -110,7 +114,7 @@ def _json(document: dict[str, Any]) -> bytes:
 
 def _png(figure: Figure) -> bytes:
     content = io.BytesIO()
-    # without the version of the library, which would make other bytes
+    # without the version of matplotlib, which would change the bytes
     figure.savefig(content, format="png", dpi=_DOTS_PER_INCH, metadata={"Software": None})
     return content.getvalue()
 
@@ -122,10 +126,10 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def draw_steps(study: StepStudy) -> Figure:
-    """Draw J over λ.
+    """Plot J over λ.
 
     Returns:
-        The picture: one line a width, the optima marked.
+        The figure, with one line per width and marked optima.
     """
     figure = _figure(8, 5.5)
     axes = figure.add_subplot()
@@ -143,17 +147,17 @@ def draw_steps(study: StepStudy) -> Figure:
 
 
 def draw_quantizers(study: QuantizerStudy) -> Figure:
-    """Draw the losses of all quantisers.
+    """Plot the losses of all quantisers.
 
     Returns:
-        The picture: by width above, below it by mean and by standard deviation for some widths.
+        The figure: by width, and for some widths by mean and by standard deviation.
     """
     figure = _figure(13, 11)
     grid = figure.add_gridspec(3, len(_SHOWN_WIDTHS))
     top = figure.add_subplot(grid[0, :])
     _lines(top, study.by_width, "k")
     top.set(xlabel="bits of a weight", ylabel="mean squared error", title="N(0, 1), by width")
-    present = [_style(name) for name in _STYLES]
+    present = [_style(name) for name in QUANTIZERS]
     top.legend(handles=present, loc="lower left")
     for row, (losses, field) in enumerate(((study.by_mean, "mean"), (study.by_deviation, "deviation")), 1):
         for column, k in enumerate(_SHOWN_WIDTHS):
@@ -171,20 +175,21 @@ def draw_quantizers(study: QuantizerStudy) -> Figure:
 
 
 def _style(name: str) -> Line2D:
-    """Return how the lines of a quantiser look: hollow marks leave visible what they coincide with."""
-    label, colour, marker, line = _STYLES[name]
-    size, face = (5, colour) if name == "ul2q" else (8, "none")
+    """Return the line style of a quantiser: hollow markers keep coinciding lines visible."""
+    colour, marker, line = _STYLES[list(QUANTIZERS).index(name) % len(_STYLES)]
+    size, face = (5, colour) if name == DEFAULT_QUANTIZER else (8, "none")
+    label = QUANTIZERS[name].title
     look: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": line, "label": label}
     return Line2D([], [], markersize=size, markerfacecolor=face, **look)
 
 
 def _lines(axes: Axes, losses: Sequence[Loss], field: str) -> None:
-    """Draw one line a quantiser of the losses over ``field``, a little beyond whole powers of ten."""
-    for name in _STYLES:
-        mine = [one for one in losses if one.quantizer == name]
+    """Plot the losses over ``field``, one line per quantiser, with limits just beyond powers of ten."""
+    for name in QUANTIZERS:
+        selected = [one for one in losses if one.quantizer == name]
         line = _style(name)
-        line.set_data([getattr(one, field) for one in mine], [one.loss for one in mine])
-        line.set_markevery(max(1, len(mine) // 8))
+        line.set_data([getattr(one, field) for one in selected], [one.loss for one in selected])
+        line.set_markevery(max(1, len(selected) // 8))
         axes.add_line(line)
     values = np.log10([one.loss for one in losses])
     axes.autoscale_view()

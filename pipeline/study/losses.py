@@ -1,4 +1,4 @@
-"""What the studies compute: J over λ in closed form, and the loss of every quantiser on normal samples."""
+"""Compute the studies: J over λ in closed form, and the loss of every quantiser on normal samples."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ul2q.pipeline.config import QUANTIZERS
-from ul2q.pipeline.quantize import baselines, ul2q
+from ul2q.pipeline.quantize import ul2q, weight
+from ul2q.pipeline.quantize.registry import QUANTIZERS
 
 WIDTHS: Final = tuple(range(1, 9))
 SAMPLES: Final = 100_000
@@ -26,7 +26,7 @@ class StepStudy:
 
     Attributes:
         steps: λ, ascending.
-        losses: J for each width in bits, one value a step.
+        losses: J for each width in bits, one value per step.
         optima: (λ*, J(λ*)) for each width in bits.
     """
 
@@ -44,25 +44,25 @@ def step_study(points: int = 401) -> StepStudy:
 
 
 def loss(w: NDArray[np.floating], k: int, quantizer: str) -> float:
-    """Return the mean squared error of a quantiser, with the levels as published.
+    """Return the mean squared error of a quantiser with its levels as published.
 
     Args:
         w: samples [n].
         k: width in bits, one that the quantiser has.
-        quantizer: one of `ul2q.pipeline.config.QUANTIZERS`.
+        quantizer: a name in `ul2q.pipeline.quantize.registry.QUANTIZERS`.
 
     Returns:
         The mean of (w − w_q)², where w_q = α(q + 1/2) + β.
     """
-    alpha, beta = baselines.scale_offset(w, k, quantizer)
-    q = baselines.codes(w, alpha, beta, k, quantizer)
+    alpha, beta = weight.scale_offset(w, k, quantizer)
+    q = weight.codes(w, alpha, beta, k, quantizer)
     error = w - (np.float64(alpha) * (q + 0.5) + np.float64(beta))
     return float(np.mean(error**2))
 
 
 @dataclass(frozen=True)
 class Loss:
-    """One measured loss.
+    """A measured loss.
 
     Attributes:
         quantizer: the quantiser.
@@ -81,11 +81,11 @@ class Loss:
 
 @dataclass(frozen=True)
 class QuantizerStudy:
-    """The loss of every quantiser at every width that it has, figure 5 of [P].
+    """The loss of every quantiser at each of its widths, figure 5 of [P].
 
     Attributes:
         samples: number of samples.
-        seed: their seed; all normal distributions are shifted and scaled from the same samples.
+        seed: their seed; all distributions are shifted and scaled from the same samples.
         by_width: on N(0, 1).
         by_mean: on N(μ, 1).
         by_deviation: on N(0, σ²).
@@ -108,7 +108,7 @@ def quantizer_study(
 
     Args:
         samples: number of samples.
-        seed: of the samples.
+        seed: seed of the samples.
         means: μ at σ = 1.
         deviations: σ at μ = 0.
 
@@ -116,7 +116,7 @@ def quantizer_study(
         The losses, in the order of quantisers, widths and parameters.
     """
     z = np.random.default_rng(seed).standard_normal(samples)
-    pairs = [(name, k) for name, widths in QUANTIZERS.items() for k in widths]
+    pairs = [(name, k) for name, quantizer in QUANTIZERS.items() for k in quantizer.widths]
 
     def measured(grid: Sequence[tuple[float, float]]) -> list[Loss]:
         return [

@@ -1,23 +1,19 @@
-"""Accuracy of a module over a dataset."""
+"""Top-1 and top-5 accuracy of a model over a dataset."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from ul2q.pipeline.data import Dataset, input_batches
 from ul2q.pipeline.errors import UsageError
-
-_LARGEST_BATCH, _BATCH_ELEMENTS = 250, 2**18
+from ul2q.pipeline.tasks.inference import Model, evaluating, evaluation_batch
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Fractions of samples whose class is the first, or among the first five, by the model's scores.
+    """Fractions of samples whose label has the highest score, or one of the five highest.
 
     Attributes:
         samples: number of samples.
@@ -30,47 +26,33 @@ class Accuracy:
     top5: float | None
 
 
-def evaluation_batch(shape: Sequence[int]) -> int:
-    """Return how many samples of ``shape`` to run at a time: few large ones, as activations take memory."""
-    return max(1, min(_LARGEST_BATCH, _BATCH_ELEMENTS // max(math.prod(shape), 1)))
-
-
-def measure_accuracy(
-    model: nn.Module | Callable[..., torch.Tensor], dataset: Dataset, batch_size: int | None = None
-) -> Accuracy:
+def measure_accuracy(model: Model, dataset: Dataset, batch_size: int | None = None) -> Accuracy:
     """Return the accuracy of ``model`` on ``dataset``.
 
     Args:
-        model: maps inputs [N, ...] to scores [N, classes]; a module is measured in eval mode and left as it
-            was.
+        model: maps inputs [N, ...] to logits [N, classes]; a module is evaluated in eval mode and its mode
+            restored afterwards.
         dataset: samples with labels.
-        batch_size: samples at a time; None lets their size decide.
+        batch_size: samples per batch; None chooses it from their size.
 
     Returns:
-        The accuracy; of equal scores the lower class counts as the higher.
+        The accuracy; of equal scores the lower class ranks higher.
 
     Raises:
-        UsageError: there are no labels, or the output is not one row of scores a sample.
+        UsageError: there are no labels, or the outputs are not logits of shape [N, classes].
     """
-    training = isinstance(model, nn.Module) and model.training
-    if isinstance(model, nn.Module):
-        model.eval()
-    first = among = samples = classes = 0
-    try:
-        with torch.inference_mode():
-            for inputs, y in input_batches(dataset, batch_size or evaluation_batch(dataset.shape)):
-                scores = model(*inputs)
-                if y is None:
-                    raise UsageError("accuracy needs labels, the data have none")
-                if not isinstance(scores, torch.Tensor) or scores.ndim != 2 or len(scores) != len(y):
-                    raise UsageError("accuracy needs one row of class scores a sample from the model")
-                classes = scores.shape[1]
-                ranks = torch.argsort(scores, dim=1, descending=True, stable=True)[:, :5]
-                hits = ranks == y[:, None]
-                first += int(hits[:, 0].sum())
-                among += int(hits.sum())
-                samples += len(y)
-    finally:
-        if isinstance(model, nn.Module):
-            model.train(training)
-    return Accuracy(samples, first / samples, among / samples if classes > 5 else None)
+    top1 = top5 = samples = classes = 0
+    with evaluating(model):
+        for inputs, labels in input_batches(dataset, batch_size or evaluation_batch(dataset.shape)):
+            logits = model(*inputs)
+            if labels is None:
+                raise UsageError("accuracy needs labels, the data have none")
+            if not isinstance(logits, torch.Tensor) or logits.ndim != 2 or len(logits) != len(labels):
+                raise UsageError("accuracy needs logits of shape [N, classes] from the model")
+            classes = logits.shape[1]
+            ranking = torch.argsort(logits, dim=1, descending=True, stable=True)[:, :5]
+            hits = ranking == labels[:, None]
+            top1 += int(hits[:, 0].sum())
+            top5 += int(hits.sum())
+            samples += len(labels)
+    return Accuracy(samples, top1 / samples, top5 / samples if classes > 5 else None)

@@ -40,19 +40,20 @@ def mean_absolute_error(p: Map, g: Mask) -> float:
 def precision_recall(p: Map, g: Mask) -> tuple[Map, Map]:
     """Return precision and recall [256] of p >= t for every threshold.
 
-    Where nothing is found the precision is 0; without a salient pixel in the mask the recall is 0.
+    The precision is 0 without predicted pixels, the recall is 0 without salient pixels in the mask.
     """
-    # a pixel is found at all thresholds up to its own: those of index <= floor(255·p)
+    # a pixel is predicted salient at every threshold of index <= floor(255·p)
     last = np.searchsorted(THRESHOLDS, p.ravel(), side="right") - 1
-    right = np.bincount(last[g.ravel()], minlength=256)[::-1].cumsum()[::-1]
-    found = np.bincount(last, minlength=256)[::-1].cumsum()[::-1]
-    return right / np.maximum(found, 1), right / max(int(g.sum()), 1)
+    true_positives = np.bincount(last[g.ravel()], minlength=256)[::-1].cumsum()[::-1]
+    predicted = np.bincount(last, minlength=256)[::-1].cumsum()[::-1]
+    return true_positives / np.maximum(predicted, 1), true_positives / max(int(g.sum()), 1)
 
 
 def f_measure(precision: Map, recall: Map) -> Map:
     """Return (1 + β²)·P·R/(β²·P + R), 0 where both are 0."""
-    below = BETA2 * precision + recall
-    return np.where(below > 0, (1 + BETA2) * precision * recall / np.where(below > 0, below, 1), 0.0)
+    denominator = BETA2 * precision + recall
+    positive = denominator > 0
+    return np.where(positive, (1 + BETA2) * precision * recall / np.where(positive, denominator, 1), 0.0)
 
 
 def _object_score(values: Map) -> float:
@@ -64,8 +65,8 @@ def _object_score(values: Map) -> float:
 
 def _object_similarity(p: Map, g: Mask) -> float:
     """Return the object-aware similarity: foreground and background, weighted by their areas."""
-    share = float(g.mean())
-    return share * _object_score(p[g]) + (1 - share) * _object_score(1 - p[~g])
+    foreground = float(g.mean())
+    return foreground * _object_score(p[g]) + (1 - foreground) * _object_score(1 - p[~g])
 
 
 def _structure(p: Map, g: Mask) -> float:
@@ -75,31 +76,32 @@ def _structure(p: Map, g: Mask) -> float:
     n = max(x.size - 1, 1)
     var_x, var_y = np.sum((x - mean_x) ** 2) / n, np.sum((y - mean_y) ** 2) / n
     covariance = np.sum((x - mean_x) * (y - mean_y)) / n
-    above = 4 * mean_x * mean_y * covariance
-    below = (mean_x**2 + mean_y**2) * (var_x + var_y)
-    if above != 0:
-        return float(above / (below + _EPSILON))
-    return 1.0 if below == 0 else 0.0
+    numerator = 4 * mean_x * mean_y * covariance
+    denominator = (mean_x**2 + mean_y**2) * (var_x + var_y)
+    if numerator != 0:
+        return float(numerator / (denominator + _EPSILON))
+    return 1.0 if denominator == 0 else 0.0
 
 
 def _region_similarity(p: Map, g: Mask) -> float:
-    """Return the region-aware similarity: four blocks around the mask's centroid, by area."""
+    """Return the region-aware similarity: four blocks around the mask's centroid, weighted by area."""
     rows, columns = np.nonzero(g)
-    # the centroid, counted from 1, is the number of rows and columns in the upper left block
+    # the 1-based centroid is the number of rows and columns in the upper left block
     y, x = int(np.floor(rows.mean() + 1.5)), int(np.floor(columns.mean() + 1.5))
     total = 0.0
-    for above in (slice(0, y), slice(y, None)):
-        for left in (slice(0, x), slice(x, None)):
-            block = g[above, left]
+    for vertical in (slice(0, y), slice(y, None)):
+        for horizontal in (slice(0, x), slice(x, None)):
+            block = g[vertical, horizontal]
             if block.size:
-                total += block.size / g.size * _structure(p[above, left], block)
+                total += block.size / g.size * _structure(p[vertical, horizontal], block)
     return total
 
 
 def s_measure(p: Map, g: Mask) -> float:
     """Return the structure measure α·S_o + (1 − α)·S_r, at least 0 (Fan et al. 2017).
 
-    Of a mask without salient pixels it is 1 − mean(p), of one without others mean(p), as the authors have it.
+    It is 1 − mean(p) for a mask without salient pixels and mean(p) for one without background, as the authors
+    define it.
     """
     if not g.any():
         return float(1 - p.mean())
@@ -111,8 +113,8 @@ def s_measure(p: Map, g: Mask) -> float:
 def enhanced_alignment(binary: Mask, g: Mask) -> float:
     """Return the E-measure of a binary map: the mean of (1 + ξ)²/4 (Fan et al. 2018).
 
-    ξ = 2·φ_b·φ_g/(φ_b² + φ_g²) with φ = map − its mean. Of a mask without salient pixels it is the share of
-    pixels not found, of one without others the share found, as the authors have it.
+    ξ = 2·φ_b·φ_g/(φ_b² + φ_g²) with φ = map − its mean. It is the fraction of pixels predicted as background
+    for a mask without salient pixels, and as salient for one without background, as the authors define it.
     """
     if not g.any():
         return float(1 - binary.mean())
@@ -126,14 +128,14 @@ def enhanced_alignment(binary: Mask, g: Mask) -> float:
 def e_measure(p: Map, g: Mask) -> float:
     """Return the E-measure of the pixels with p >= min(1, 2·mean(p)), and p > 0.
 
-    That is the adaptive threshold of Achanta et al. 2009; a map of zeros finds nothing.
+    That is the adaptive threshold of Achanta et al. 2009; in a map of zeros no pixel is salient.
     """
     return enhanced_alignment((p >= min(1.0, 2 * float(p.mean()))) & (p > 0), g)
 
 
 @dataclass(frozen=True)
 class SaliencySums:
-    """Sums over images, from which all metrics follow; sums of parts add up to those of the whole.
+    """Sums over images from which all metrics follow; sums over parts of a dataset add up.
 
     Attributes:
         values: float64 [516]: images, Σ MAE, Σ S, Σ E, Σ precision [256], Σ recall [256].
@@ -147,15 +149,15 @@ class SaliencySums:
         return cls(np.zeros(4 + 2 * len(THRESHOLDS)))
 
     def with_image(self, p: Map, g: Mask) -> Self:
-        """Return the sums with one image more.
+        """Return the sums with one more image.
 
         Raises:
             UsageError: prediction and mask differ in shape, or a prediction is outside 0..1.
         """
         if p.shape != g.shape:
-            raise UsageError(f"the model's output is {p.shape}, the mask {g.shape}: they must have one size")
+            raise UsageError(f"output shape {p.shape} does not match mask shape {g.shape}")
         if not (p.min() >= 0 and p.max() <= 1):
-            raise UsageError(f"the model's output spans {p.min():.3g} to {p.max():.3g}: it must lie in 0..1")
+            raise UsageError(f"the output ranges from {p.min():.3g} to {p.max():.3g}: it must be within 0..1")
         one = [1.0, mean_absolute_error(p, g), s_measure(p, g), e_measure(p, g)]
         return type(self)(self.values + np.concatenate([one, *precision_recall(p, g)]))
 
@@ -170,5 +172,5 @@ class SaliencySums:
             raise UsageError("there are no images to measure saliency on")
         means = self.values / images
         precision, recall = np.split(means[4:], 2)
-        found = (f_measure(precision, recall).max(), means[1], means[2], means[3])
-        return {name: float(value) for name, value in zip(METRICS, found, strict=True)}
+        values = (f_measure(precision, recall).max(), means[1], means[2], means[3])
+        return {name: float(value) for name, value in zip(METRICS, values, strict=True)}

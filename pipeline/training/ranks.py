@@ -1,8 +1,8 @@
-"""The processes that train together on torch.distributed, or the one that trains alone.
+"""Ranks of a training run: one process, or the process group of torch.distributed.
 
-A launcher (torchrun, or whatever sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT) starts the same command
-once a rank. What goes wrong anywhere ends all ranks: sockets close when a process ends, so that every
-collective of the others fails at once, and only the first rank to complain is heard.
+A launcher (torchrun, or any other that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT) starts the same
+command once per rank. A failure on one rank ends all ranks: its sockets close, so that the collectives of the
+other ranks fail at once, and only the first rank that fails reports its error.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from ul2q.pipeline.kfac.distributed.collectives import all_reduce, broadcast, co
 
 T = TypeVar("T")
 
-#: how long a rank waits for one that neither answers nor closes its connections (a machine without power)
+#: timeout for a rank that neither responds nor closes its connections (a machine that lost power)
 TIMEOUT = datetime.timedelta(minutes=5)
-#: how long rank 0 waits for all to start
+#: timeout for all ranks to start
 START_TIMEOUT = datetime.timedelta(minutes=2)
-#: seconds that a process told to end has for doing so by itself
+#: seconds between SIGTERM and the forced end of a process
 GRACE = 5.0
 
 _CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all ranks. Methods with ``all ranks`` must be called by all of them together.
+    """This process among all ranks. Methods that communicate must be called by all ranks together.
 
     Attributes:
         rank: 0..world-1.
@@ -74,7 +74,7 @@ class Ranks:
 
     def total(self, values: Sequence[float]) -> list[float]:
         """Return the sums of a few numbers over all ranks."""
-        # As objects: whoever made the group may have left out the backend that reaches numbers on the CPU.
+        # As objects: the process group may have been made without a backend for CPU tensors.
         return [sum(column) for column in zip(*self.gather(list(values)), strict=True)]
 
     def gather(self, value: T) -> list[T]:
@@ -86,14 +86,14 @@ class Ranks:
         return values
 
     def lead(self, work: Callable[[], T]) -> T:
-        """Let rank 0 do a piece of work; all ranks get its result.
+        """Run ``work`` on rank 0 and broadcast its result.
 
         Returns:
-            What ``work`` returned on rank 0.
+            The result of ``work``, on all ranks.
 
         Raises:
             UsageError: ``work`` raised it on rank 0.
-            JobError: likewise, or another rank has ended.
+            JobError: ``work`` raised it on rank 0, or another rank has ended.
         """
         if self.world == 1:
             return work()
@@ -111,17 +111,17 @@ class Ranks:
         raise UsageError(value) if wrong_usage else JobError(value)
 
     def share_model(self, model: nn.Module) -> None:
-        """Give all ranks the parameters and buffers of rank 0."""
+        """Broadcast the parameters and buffers of rank 0."""
         if self.world > 1:
             broadcast([*model.parameters(), *model.buffers()])
 
     def average_buffers(self, model: nn.Module) -> None:
-        """Give all ranks the mean of their floating-point buffers: running statistics of batch norm."""
+        """Average the floating-point buffers over all ranks: running statistics of batch norm."""
         if self.world > 1:
             self._average([b for b in model.buffers() if b.is_floating_point()])
 
     def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Give all ranks the mean of their gradients."""
+        """Average the gradients over all ranks."""
         if self.world > 1:
             self._average([p.grad for p in parameters if p.grad is not None])
 
@@ -137,14 +137,14 @@ class Ranks:
 
 
 def choose_device(wanted: str) -> torch.device:
-    """Find the device of this rank: ranks of one machine take its GPUs in turn, by LOCAL_RANK.
+    """Return the device of this rank: the ranks of one machine use its GPUs in the order of LOCAL_RANK.
 
     Args:
         wanted: ``cpu``, ``cuda``, or ``auto`` for a GPU where there is one.
 
     Returns:
-        The device; without LOCAL_RANK the current GPU, as one process alone, or the program that made the
-        process group, has set it.
+        The device; without LOCAL_RANK the current GPU, as set by the process or by the program that made the
+        process group.
 
     Raises:
         UsageError: there is no such device, fewer GPUs than ranks on this machine, or a launcher that does
@@ -154,18 +154,20 @@ def choose_device(wanted: str) -> torch.device:
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if count == 0:
-        raise UsageError("device is 'cuda', and torch sees no GPU here: give --device cpu")
+        raise UsageError("`device` is cuda, but torch sees no GPU here: set `device` to cpu")
     if "LOCAL_RANK" not in os.environ:
         if _number("WORLD_SIZE", 1) > 1 and not dist.is_initialized():
             raise UsageError(
-                "WORLD_SIZE is set but not LOCAL_RANK, which says whose GPU is whose: "
-                "start with torchrun, set it, or give --device cpu"
+                "WORLD_SIZE is set but not LOCAL_RANK, which assigns the GPUs: "
+                "start with torchrun, set it, or set `device` to cpu"
             )
         return torch.device("cuda", torch.cuda.current_device())
     local = _number("LOCAL_RANK", 0)
     if local >= count:
-        has = f"local rank {local} has no GPU, this machine has {count}"
-        raise UsageError(f"{has}: start fewer ranks, or give --device cpu")
+        raise UsageError(
+            f"local rank {local} has no GPU, this machine has {count}: start fewer ranks, "
+            "or set `device` to cpu"
+        )
     return torch.device("cuda", local)
 
 
@@ -177,50 +179,50 @@ def _number(name: str, default: int) -> int:
 
 
 class _Group:
-    """What this process knows about its group: where complaints are counted, and whether its own counts."""
+    """The store in which the ranks count error reports, and whether this rank's own report was the first."""
 
     store: Store | None = None
-    heard: bool | None = None
+    reports: bool | None = None
 
 
 def may_speak() -> bool:
-    """Say whether this rank is the one to report an error.
+    """Return whether this rank is the one to report an error.
 
     Returns:
-        Whether it is rank 0; once the ranks have joined, whether it is the first that asks.
+        Whether it is rank 0; once the ranks have joined, whether it is the first rank that asks.
     """
-    if _Group.heard is None and _Group.store is not None:
+    if _Group.reports is None and _Group.store is not None:
         try:
-            _Group.heard = _Group.store.add("complaints", 1) == 1
-        except RuntimeError:  # the rank that kept the count is gone, and with it whatever it said
-            _Group.heard = True
-    if _Group.heard is None:
+            _Group.reports = _Group.store.add("complaints", 1) == 1
+        except RuntimeError:  # the rank with the store has ended, and may have ended without a report
+            _Group.reports = True
+    if _Group.reports is None:
         return os.environ.get("RANK", "0") == "0"
-    return _Group.heard
+    return _Group.reports
 
 
-_TOLD = "told to end (SIGTERM), as a launcher does when another rank has failed"
+_TERMINATED = "terminated (SIGTERM), as a launcher does when another rank has failed"
 
 
-def _told_to_end(*_: object) -> NoReturn:
-    raise JobError(_TOLD)
+def _on_sigterm(*_: object) -> NoReturn:
+    raise JobError(_TERMINATED)
 
 
 def _end_if_stuck(signals: int) -> None:
-    """End the process some time after SIGTERM, even if the main thread waits for a GPU or for another rank.
+    """End the process `GRACE` seconds after SIGTERM, even if the main thread waits for a GPU or another rank.
 
-    Python's own handler runs only once the main thread is back from such a call, and after half a minute
-    launchers kill.
+    Python's own handler runs only after the main thread returns from such a call, and launchers send SIGKILL
+    after half a minute.
 
     Args:
-        signals: where the numbers of the signals arrive; its other end is closed to leave the process alone.
+        signals: pipe that receives the numbers of signals; closing its other end stops the watch.
     """
     while numbers := os.read(signals, 64):
         if signal.SIGTERM in numbers:
             time.sleep(GRACE)
-            threading.Timer(1, os._exit, (1,)).start()  # whether or not the others can still be asked
-            if _Group.heard is None and may_speak():
-                sys.stderr.write(f"error: {_TOLD}\n")
+            threading.Timer(1, os._exit, (1,)).start()  # even if the store no longer responds
+            if _Group.reports is None and may_speak():
+                sys.stderr.write(f"error: {_TERMINATED}\n")
                 sys.stderr.flush()
             os._exit(1)
     os.close(signals)
@@ -228,17 +230,17 @@ def _end_if_stuck(signals: int) -> None:
 
 @contextmanager
 def joined(device: str = "auto") -> Iterator[bool]:
-    """Join the ranks that the environment names for the length of the block; nothing if it names none.
+    """Join the process group that the environment defines, for the duration of the block, if it defines one.
 
     Args:
-        device: as for :func:`choose_device`; with GPUs tensors travel by NCCL, else by gloo.
+        device: as for :func:`choose_device`; the backend is NCCL with GPUs, else gloo.
 
     Yields:
         Whether this is rank 0, or the only process.
 
     Raises:
         UsageError: the environment is incomplete.
-        JobError: not all ranks came in time.
+        JobError: not all ranks joined in time.
     """
     if _number("WORLD_SIZE", 1) <= 1 or dist.is_initialized():
         yield True
@@ -255,9 +257,9 @@ def joined(device: str = "auto") -> Iterator[bool]:
         try:
             yield rank == 0
             with communication():
-                dist.barrier()  # none leaves while another still works: it would be taken for dead
+                dist.barrier()  # a rank that left while another still works would seem to have failed
         except BaseException:
-            may_speak()  # before the connections close, which the others would complain about
+            may_speak()  # before the connections close, which makes the other ranks fail too
             raise
         dist.destroy_process_group()
         _Group.store = None
@@ -268,13 +270,13 @@ def _ending_on_sigterm() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, _told_to_end)
+    before = signal.signal(signal.SIGTERM, _on_sigterm)
     arriving, leaving = os.pipe()
     os.set_blocking(leaving, False)
     woken = signal.set_wakeup_fd(leaving, warn_on_full_buffer=False)
     threading.Thread(target=_end_if_stuck, args=(arriving,), daemon=True).start()
     yield
-    # Not after an error: this process is about to end, and says why.
+    # Not after an error: the process is about to end and reports why.
     signal.set_wakeup_fd(woken)
     os.close(leaving)
     signal.signal(signal.SIGTERM, before)
@@ -284,13 +286,13 @@ def _connect(rank: int, world: int, device: torch.device) -> None:
     """Make the default process group.
 
     Raises:
-        JobError: not all ranks came in time.
+        JobError: not all ranks joined in time.
     """
-    _Group.heard = None
+    _Group.reports = None
     try:
         _Group.store, *_ = next(rendezvous("env://", timeout=START_TIMEOUT))
         if device.type == "cuda":
-            # Errors are raised where this process waits, as with gloo; else a thread of NCCL would abort it.
+            # Raise errors in the waiting thread, as gloo does; otherwise a thread of NCCL aborts the process.
             os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
         dist.init_process_group(
             "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
@@ -302,4 +304,6 @@ def _connect(rank: int, world: int, device: torch.device) -> None:
     except RuntimeError as error:
         first = str(error).splitlines()[0]
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise JobError(f"rank {rank} of {world} did not find the others at {address}: {first}") from error
+        raise JobError(
+            f"rank {rank} of {world} could not connect to the process group at {address}: {first}"
+        ) from error

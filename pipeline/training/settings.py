@@ -1,4 +1,4 @@
-"""What a training run does, once recipe and defaults have filled what the configuration leaves open."""
+"""Settings of a training run: the configuration, completed by its recipe and the defaults."""
 
 from __future__ import annotations
 
@@ -15,29 +15,22 @@ from ul2q.pipeline.training.step_recipes import StepRecipe, find
 T = TypeVar("T")
 
 EPOCHS, BATCH_SIZE, MOMENTUM, WEIGHT_DECAY = 12, 64, 0.9, 1e-4
-#: learning rates that suit all networks here, chosen on validation digits of mnist5k
+#: learning rates that work for all architectures here, chosen on validation digits of mnist5k
 LEARNING_RATES = {"kfac": 0.05, "sgd": 0.05, "adam": 2e-3}
-#: λ and norm guard of K-FAC, chosen likewise; without the guard, networks without batch norm diverge
+#: λ and norm guard of K-FAC, chosen in the same way; without the guard, networks without batch norm diverge
 DAMPING, KL_CLIP = 0.03, 1e-3
-#: share of the steps over which the learning rate rises
+#: fraction of the steps over which the learning rate rises
 WARM_UP = 0.2
 #: steps between refreshes of K-FAC's statistics, and the paper's threshold of adaptive ones
 REFRESH, SIMILAR = 10, 0.1
 
-#: fields of TrainConfig that only K-FAC uses, and their options
-KFAC_ONLY = {
-    "damping": "--damping",
-    "initial_damping": "--initial-damping",
-    "kl_clip": "--kl-clip",
-    "refresh": "--refresh",
-    "transport": "--transport",
-    "rescale_weights": "--rescale-weights",
-}
+#: fields of TrainConfig that only K-FAC uses
+KFAC_ONLY = ("damping", "initial_damping", "kl_clip", "refresh", "transport", "rescale_weights")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """A configuration with nothing left open.
+    """A complete configuration: every value is set.
 
     Attributes:
         epochs: passes over the training data.
@@ -98,9 +91,9 @@ def schedule(step: int, steps: int) -> float:
 
 
 def resolve(config: TrainConfig) -> Settings:
-    """Fill what ``config`` leaves open: by its recipe, else by the defaults.
+    """Complete ``config`` from its recipe, then from the defaults.
 
-    Another number of epochs than the recipe's stretches the recipe's schedule.
+    The schedule of a recipe is stretched to the number of epochs.
 
     Args:
         config: the configuration.
@@ -109,20 +102,20 @@ def resolve(config: TrainConfig) -> Settings:
         The settings.
 
     Raises:
-        UsageError: the recipe is unknown, or options do not go together.
+        UsageError: the recipe is unknown, or fields contradict each other.
     """
     if config.optimizer != "kfac":
-        for field, option in KFAC_ONLY.items():
+        for field in KFAC_ONLY:
             if getattr(config, field) is not None:
-                raise UsageError(f"{option} is of K-FAC: leave it out, or give --optimizer kfac")
+                raise UsageError(f"`{field}` is for K-FAC: leave it out, or set `optimizer` to kfac")
     row = None if config.recipe is None else find(config.recipe, config.optimizer)
     large = row if isinstance(row, Recipe) else None
     epochs = _first(config.epochs, row.epochs if row else EPOCHS)
     batch = _first(config.batch_size, row.batch if row else BATCH_SIZE)
     if config.simulate_batch is not None and config.simulate_batch < batch:
         raise UsageError(
-            f"--simulate-batch is {config.simulate_batch}, less than the {batch} samples of --batch-size: "
-            "give a smaller --batch-size"
+            f"`simulate_batch` is {config.simulate_batch}, less than the {batch} samples of `batch_size`: "
+            "give a smaller `batch_size`"
         )
     lr = _first(config.lr, row.lr if row else LEARNING_RATES[config.optimizer])
     momentum = _first(config.momentum, row.momentum if row else MOMENTUM)
@@ -151,6 +144,6 @@ def resolve(config: TrainConfig) -> Settings:
     return dataclasses.replace(settings, recipe=row.stretched(epochs, lr, momentum))
 
 
-def _first(given: T | None, default: T) -> T:
-    """Return ``given`` unless it is None."""
-    return default if given is None else given
+def _first(value: T | None, default: T) -> T:
+    """Return ``value`` unless it is None."""
+    return default if value is None else value

@@ -1,7 +1,7 @@
-"""Schedules by name: the large-batch ones of K-FAC, and those of the paper on quantisation ([P], section 4).
+"""Training schedules by name: large-batch K-FAC, and the quantisation paper ([P], section 4).
 
-The latter are stochastic gradient descent with plain momentum, the learning rate multiplied by a factor after
-the epochs that [P] names. [P] does not say when training ends: here, about one of the last intervals later.
+The schedules of [P] are stochastic gradient descent with plain momentum; the learning rate is multiplied by a
+factor after the epochs that [P] states. [P] does not state when training ends: here, about one more interval.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from ul2q.pipeline.kfac import Recipe, schemes
 
 @dataclass(frozen=True)
 class StepRecipe:
-    """A learning rate that falls in steps.
+    """A learning rate with step decay.
 
     Attributes:
         batch: samples per update.
         epochs: epochs of training.
         lr: learning rate of the first epoch.
         weight_decay: L2 penalty.
-        factor: what the learning rate is multiplied with at every step.
-        steps: epochs done at the steps, rising.
-        momentum: the same throughout.
+        factor: multiplies the learning rate at every step.
+        steps: epochs done at the steps, ascending.
+        momentum: constant momentum.
     """
 
     batch: int
@@ -40,7 +40,7 @@ class StepRecipe:
         """Return ``lr`` and ``momentum`` at a point of training.
 
         Args:
-            epoch: epochs done, a fraction within an epoch.
+            epoch: epochs done, with fractions.
 
         Returns:
             The values.
@@ -48,7 +48,7 @@ class StepRecipe:
         return {"lr": schemes.step_decay(self.lr, epoch, self.steps, self.factor), "momentum": self.momentum}
 
     def stretched(self, epochs: int, lr: float, momentum: float) -> StepRecipe:
-        """Return the recipe for another number of epochs, with other values.
+        """Return the recipe with another number of epochs, learning rate and momentum.
 
         Args:
             epochs: epochs of training; the steps move with them.
@@ -71,25 +71,25 @@ STEP_RECIPES = {
 
 
 def find(name: str, optimizer: str) -> Recipe | StepRecipe:
-    """Find a recipe.
+    """Return the recipe ``name``.
 
     Args:
         name: for example ``osawa-8192`` or ``ul2q-lenet5``.
-        optimizer: the optimiser that it is to be used with.
+        optimizer: the optimiser to use it with.
 
     Returns:
         The recipe.
 
     Raises:
-        UsageError: there is none of that name, or it is for another optimiser.
+        UsageError: the name is unknown, or the recipe is for another optimiser.
     """
-    found: Recipe | StepRecipe
+    recipe: Recipe | StepRecipe
     if name in STEP_RECIPES:
-        needed, found = "sgd", STEP_RECIPES[name]
+        needed, recipe = "sgd", STEP_RECIPES[name]
     elif name in KFAC_RECIPES:
-        needed, found = "kfac", KFAC_RECIPES[name]
+        needed, recipe = "kfac", KFAC_RECIPES[name]
     else:
         raise UsageError(f"recipe is {name!r}: use one of {', '.join([*KFAC_RECIPES, *STEP_RECIPES])}")
     if optimizer != needed:
-        raise UsageError(f"--recipe {name} is for --optimizer {needed}, not {optimizer}")
-    return found
+        raise UsageError(f"`recipe` {name} is for `optimizer` {needed}, not {optimizer}")
+    return recipe

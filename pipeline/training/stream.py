@@ -1,7 +1,7 @@
-"""The training samples of one rank, in micro-batches that together are the global batch.
+"""Micro-batches of one rank; those of all ranks form the global batch.
 
-Which samples a global batch has, and how each is varied, is a function of seed, epoch and sample only; the
-ranks cut it into contiguous shares, and every share into micro-batches.
+The samples of a global batch and their augmentation depend on seed, epoch and sample only. The batch is cut
+into a contiguous share per rank, and every share into micro-batches.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ul2q.pipeline.data import Dataset, Pass
 from ul2q.pipeline.data.counter_rng import uniforms
 from ul2q.pipeline.errors import UsageError, quantity
 from ul2q.pipeline.kfac import schemes
-from ul2q.pipeline.tasks.task import Task
+from ul2q.pipeline.tasks import Task
 from ul2q.pipeline.training.ranks import Ranks
 from ul2q.pipeline.training.settings import Settings
 
@@ -32,12 +32,12 @@ def cut(count: int, parts: int) -> list[slice]:
 
 
 class Stream:
-    """The training samples as this rank sees them.
+    """The training samples of this rank.
 
     Attributes:
         size: samples behind one update, over all ranks.
-        steps: updates in an epoch; samples that do not fill one are left out of that epoch.
-        pieces: where the micro-batches of this rank are in a global batch; as many on every rank.
+        steps: updates per epoch; an incomplete last batch is dropped.
+        pieces: positions of this rank's micro-batches in a global batch; every rank has the same number.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class Stream:
 
         Args:
             dataset: all training samples, with their targets.
-            settings: of the run.
-            ranks: among whom a batch is shared out.
-            task: what the targets are.
+            settings: settings of the run.
+            ranks: the ranks that share a batch.
+            task: defines the targets.
             seed: seed of order and augmentation.
-            augment: vary the samples as the dataset says.
+            augment: apply the augmentation of the dataset.
 
         Raises:
             UsageError: there are more ranks than samples in a batch.
@@ -60,7 +60,7 @@ class Stream:
         self.steps = len(dataset) // self.size
         if ranks.world > min(self.size, settings.batch_size):
             least = f"a batch of {quantity(min(self.size, settings.batch_size), 'sample')}"
-            raise UsageError(f"{ranks.world} ranks share {least}: start fewer, or give a larger --batch-size")
+            raise UsageError(f"{ranks.world} ranks share {least}: start fewer, or give a larger `batch_size`")
         share = cut(self.size, ranks.world)[ranks.rank]
         count = min(-(-self.size // settings.batch_size), self.size // ranks.world)
         inside = cut(share.stop - share.start, count)
@@ -71,9 +71,9 @@ class Stream:
         self._erase = settings.erase and images
 
     def epoch(self, epoch: int) -> Iterator[Iterator[tuple[Tensor, Tensor]]]:
-        """Yield for every update an iterator over this rank's micro-batches, on this rank's device.
+        """Yield an iterator over this rank's micro-batches for every update, on this rank's device.
 
-        Mixup starts afresh with every epoch, so that a run that goes on has nothing to remember.
+        Mixup restarts with every epoch, so that resuming needs no state.
 
         Args:
             epoch: number of the epoch, from 0.
@@ -107,7 +107,7 @@ class Stream:
     ) -> tuple[Tensor, Tensor]:
         """Return the samples ``rows``, erased and mixed with the last micro-batch of the same index."""
         x, y = one.fetch(rows)
-        assert y is not None  # noqa: S101 (the data were checked to have targets)
+        assert y is not None  # noqa: S101 (the targets were checked before)
         if erasing is not None:
             x = schemes.random_erasing(x, erasing[rows])
         if mixing is not None:

@@ -1,7 +1,7 @@
-"""Train a network from the registry, on any number of ranks; an interrupted run goes on where it was.
+"""Train a network from the registry on any number of ranks, with resume.
 
-The stages: check, load, then for every epoch update the weights batch by batch, measure, keep the state; at
-the end measure on the test samples, collect curvature if asked to, and write. ``training/`` has the parts.
+The stages: check, load; for every epoch update the weights, validate and save the state; finally test,
+collect curvature if requested, and write the checkpoint.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from ul2q.pipeline.kfac import KFAC, collect_factors, convert_sync_batch_norm
 from ul2q.pipeline.progress import Progress
 from ul2q.pipeline.storage.atomic import check_output
 from ul2q.pipeline.storage.lock import claimed
-from ul2q.pipeline.tasks.accuracy import evaluation_batch
-from ul2q.pipeline.tasks.task import check_network, task_for
+from ul2q.pipeline.tasks import check_network, task_for
+from ul2q.pipeline.tasks.inference import evaluation_batch
 from ul2q.pipeline.training.ranks import Ranks
 from ul2q.pipeline.training.settings import Settings, resolve
 from ul2q.pipeline.training.stream import Stream, reseed
 from ul2q.pipeline.training.update import Updater, make_optimizer
 
-#: fields in which a resumed run may differ: they say where it runs, not what it computes
-_ELSEWHERE = frozenset({"device", "sync_bn"})
+#: fields in which a resumed run may differ: where it runs, not what it computes
+_PLACEMENT = frozenset({"device", "sync_bn"})
 
 
 class DivergedError(JobError):
@@ -52,24 +52,24 @@ def train(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Train and write ``output``; until that is complete, each epoch is kept in a file beside it.
+    """Train and write ``output``; each epoch is saved in a file beside it until ``output`` is complete.
 
     The weights of the last epoch are written. The test samples are used once, after training. With a default
-    process group of torch.distributed all its ranks must call this together: they share out every batch, and
+    process group of torch.distributed all its ranks must call this together: they share every batch, and
     rank 0 writes.
 
     Args:
-        config: what to train, and how.
-        output: the checkpoint to write.
-        resume: go on from the epochs kept by an interrupted run with the same configuration, on any number
-            of ranks.
-        overwrite: replace an existing output, and drop the epochs kept by an interrupted run.
+        config: architecture, data and settings.
+        output: path of the checkpoint.
+        resume: continue from the epochs saved by an interrupted run with the same configuration, on any
+            number of ranks.
+        overwrite: replace an existing output, and discard the epochs of an interrupted run.
         progress: where to report; None reports nothing.
 
     Returns:
-        ``epochs``, ``train_loss``, ``validation_accuracy`` (None without such samples), ``skipped`` batches,
-        ``refreshes`` of K-FAC's statistics, ``test_accuracy`` and ``seconds``; of networks for masks
-        ``validation_max_f`` and so on (see ``Task.reported``) in place of the accuracies.
+        ``epochs``, ``train_loss``, ``validation_accuracy`` (None without validation samples), ``skipped``
+        batches, ``refreshes`` of K-FAC's statistics, ``test_accuracy`` and ``seconds``; for other tasks the
+        fields of ``Task.reported`` in place of the accuracies.
 
     Raises:
         UsageError: the data, the network or the output are unusable, another run is writing the output, or
@@ -80,10 +80,10 @@ def train(
     ranks, settings = Ranks.current(config.device), resolve(config)
     progress = progress if progress is not None and ranks.first else Progress(quiet=True)
     if config.sync_bn and ranks.world == 1:
-        raise UsageError("--sync-bn needs several ranks: start with torchrun, or leave it out")
-    kept = partial_path(output)
+        raise UsageError("`sync_bn` needs several ranks: start with torchrun, or leave it out")
+    partial = partial_path(output)
     with ExitStack() as held:
-        ranks.lead(lambda: _claim(held, output, kept, resume=resume, overwrite=overwrite))
+        ranks.lead(lambda: _claim(held, output, partial, resume=resume, overwrite=overwrite))
         sides = {"resize": config.resize, "crop": config.crop}
         data = load_data(config.data, changes={name: n for name, n in sides.items() if n is not None})
         _check_data(data, config)
@@ -92,56 +92,56 @@ def train(
             torch.manual_seed(config.seed)
             run = _Run(config, settings, data, ranks, fresh=not resume)
             if resume:
-                run.restore(kept)
+                run.restore(partial)
                 progress.line(f"resumed after epoch {run.epoch} of {settings.epochs}")
             try:
-                _epochs(run, kept, progress)
+                _epochs(run, partial, progress)
                 _finish(run, output)
             except JobError as error:
                 if isinstance(error, DivergedError) or run.epoch == 0:
                     raise
-                raise JobError(f"{error}; {kept} has all complete epochs: --resume goes on") from error
+                raise JobError(f"{error}; {partial} has all complete epochs: `resume` goes on") from error
         if ranks.first:
-            kept.unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
     return {**run.metrics, "seconds": round(time.monotonic() - started, 1)}
 
 
-def _epochs(run: _Run, kept: Path, progress: Progress) -> None:
-    """Train the epochs that are left, and keep each."""
+def _epochs(run: _Run, partial: Path, progress: Progress) -> None:
+    """Train the remaining epochs and save the state after each."""
     with _messages(run.ranks, progress) as messages:
         while run.epoch < run.settings.epochs:
             _epoch(run, progress)
             messages.exchange()
             if run.epoch < run.settings.epochs:
-                run.save(kept, unfinished=True)
+                run.save(partial, unfinished=True)
 
 
 def _finish(run: _Run, output: Path) -> None:
-    """Measure on the test samples and write the output."""
+    """Measure the test metrics and write the checkpoint."""
     if run.data.test is not None:
         run.metrics |= run.task.reported("test", run.measure(run.data.test))
     run.save(output, unfinished=False)
 
 
 def partial_path(output: Path) -> Path:
-    """Return the file beside ``output`` in which the epochs of an unfinished run are kept."""
+    """Return the file beside ``output`` in which an unfinished run saves its epochs."""
     return output.with_name(f"{output.stem}.unfinished{output.suffix}")
 
 
-def _claim(held: ExitStack, output: Path, kept: Path, *, resume: bool, overwrite: bool) -> None:
-    """Hold ``output`` against other runs until ``held`` is closed, and check it.
+def _claim(held: ExitStack, output: Path, partial: Path, *, resume: bool, overwrite: bool) -> None:
+    """Lock ``output`` until ``held`` is closed, and check it.
 
     Raises:
-        UsageError: another run holds it, it exists, or there is nothing to resume.
+        UsageError: another run has locked it, it exists, or there is nothing to resume.
     """
-    held.enter_context(claimed(output, kept))
-    if resume and not kept.exists():
-        state = f"{output} is complete" if output.exists() else f"{kept} does not exist"
+    held.enter_context(claimed(output, partial))
+    if resume and not partial.exists():
+        state = f"{output} is complete" if output.exists() else f"{partial} does not exist"
         raise UsageError(f"{state}: there is no interrupted run to resume")
     check_output(output, overwrite=overwrite or resume)
-    if kept.exists() and not (resume or overwrite):
+    if partial.exists() and not (resume or overwrite):
         raise UsageError(
-            f"{kept} holds an interrupted run: give --resume to go on, --overwrite to start again"
+            f"{partial} holds an interrupted run: give `resume` to go on, `overwrite` to start again"
         )
 
 
@@ -151,12 +151,12 @@ def _check_data(data: DataSplits, config: TrainConfig) -> None:
     task = task_for(data)
     task.check(data)
     check_network(config.arch, task, config.data)
-    if config.fisher is not None and data.dense:
-        raise UsageError("--fisher samples classes: leave it out for data with masks")
+    if config.fisher is not None and not task.has_fisher:
+        raise UsageError(f"`fisher` samples classes: leave it out for data with {task.targets}")
 
 
 def _check_same(ranks: Ranks, config: TrainConfig, data: DataSplits) -> None:
-    """Check that all ranks are about to do the same.
+    """Check that all ranks have the same configuration, data and kind of device.
 
     Raises:
         UsageError: a rank has other options or other data.
@@ -166,37 +166,38 @@ def _check_same(ranks: Ranks, config: TrainConfig, data: DataSplits) -> None:
     other = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if other:
         raise UsageError(
-            f"rank {other[0]} has other options, data or kind of device than rank 0: start all with the same"
+            f"rank {other[0]} has other options, data or kind of device than rank 0: "
+            "start all ranks with the same"
         )
 
 
 class _Messages(logging.Handler):
-    """What K-FAC has to say: rank 0 prints it, also for the others, each line once."""
+    """Log messages of K-FAC from all ranks, printed by rank 0, each line once."""
 
     def __init__(self, ranks: Ranks, progress: Progress) -> None:
         super().__init__()
         self._ranks, self._progress = ranks, progress
-        self._said: set[str] = set()
-        self._waiting: list[str] = []
+        self._printed: set[str] = set()
+        self._queued: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a line on rank 0, or keep it for ``exchange``."""
+        """Print a line on rank 0, or queue it for ``exchange``."""
         if self._ranks.first:
-            self._say(record.getMessage())
+            self._print_once(record.getMessage())
         else:
-            self._waiting.append(record.getMessage())
+            self._queued.append(record.getMessage())
 
-    def _say(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
+    def _print_once(self, text: str) -> None:
+        if text not in self._printed:
+            self._printed.add(text)
             self._progress.line(text)
 
     def exchange(self) -> None:
-        """Let rank 0 print what the others kept; all ranks together."""
-        for texts in self._ranks.gather(self._waiting):
+        """Let rank 0 print the queued lines of the others; all ranks call this together."""
+        for texts in self._ranks.gather(self._queued):
             for text in texts:
-                self._say(text)
-        self._waiting = []
+                self._print_once(text)
+        self._queued = []
 
 
 @contextmanager
@@ -210,7 +211,7 @@ def _messages(ranks: Ranks, progress: Progress) -> Iterator[_Messages]:
 
 
 class _OnDevice(nn.Module):
-    """A model on another device than its inputs and outputs."""
+    """A model on ``device`` with inputs and outputs on the CPU."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         super().__init__()
@@ -222,7 +223,7 @@ class _OnDevice(nn.Module):
 
 
 class _Run:
-    """Everything that changes during training."""
+    """State of a training run."""
 
     def __init__(
         self, config: TrainConfig, settings: Settings, data: DataSplits, ranks: Ranks, *, fresh: bool = True
@@ -255,7 +256,7 @@ class _Run:
             group.update(values)
 
     def measure(self, dataset: Dataset) -> dict[str, float]:
-        """Return the task's metrics, measured by all ranks together."""
+        """Return the task's metrics over the shares of all ranks."""
         rows = np.arange(self.ranks.rank, len(dataset), self.ranks.world)
         cpu = self.ranks.device.type == "cpu"
         model = self.model if cpu else _OnDevice(self.model, self.ranks.device)
@@ -264,7 +265,7 @@ class _Run:
         return self.task.metrics(self.ranks.total(tally))
 
     def save(self, path: Path, *, unfinished: bool) -> None:
-        """Write a checkpoint; ``unfinished`` adds what is needed to go on. All ranks together."""
+        """Write a checkpoint, of an ``unfinished`` run with its state; all ranks call this together."""
         kfac, optimizer, rng = None, None, None
         if unfinished:
             optimizer = {"config": self.config.to_dict(), "state": self._optimizer_state()}
@@ -295,7 +296,7 @@ class _Run:
         return self.optimizer.state_dict()
 
     def _factors(self) -> dict[str, Any] | None:
-        """Return the curvature factors to save: those of a last pass, or K-FAC's newest."""
+        """Return the curvature factors to save: from a separate pass, or K-FAC's newest."""
         if self.config.fisher is None:
             return self.optimizer.factors_state() if isinstance(self.optimizer, KFAC) else None
         rows = np.arange(self.ranks.rank, len(self.train), self.ranks.world)
@@ -312,7 +313,7 @@ class _Run:
         )
 
     def restore(self, path: Path) -> None:
-        """Go on from the file ``path`` of rank 0. All ranks together."""
+        """Restore the state from the file ``path`` of rank 0; all ranks call this together."""
         state = self.ranks.lead(lambda: self._resumable(load_checkpoint(path)))
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -320,31 +321,35 @@ class _Run:
         self.updater.skipped = self.metrics["skipped"]
         self.updater.refreshes = self.metrics.get("refreshes", 0)
 
-    def _resumable(self, kept: Checkpoint) -> dict[str, Any]:
-        """Return what ``kept`` holds.
+    def _resumable(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        """Return the state to resume from.
 
         Raises:
             UsageError: it belongs to a run with another configuration, or to other data.
         """
-        state = kept.optimizer
-        if state is None or kept.epoch is None:
-            raise UsageError(f"{kept.path} is a finished checkpoint: there is nothing to resume")
-        mine, theirs = self.config.to_dict(), state["config"]
-        if differing := sorted(k for k in mine if k not in _ELSEWHERE and mine[k] != theirs.get(k)):
-            shown = ", ".join(f"{k} {theirs.get(k)!r}" for k in differing)
-            raise UsageError(f"{kept.path} was started with {shown}: resume with the same, or --overwrite")
-        if kept.data != self.data.record():
-            raise UsageError(f"{kept.path} was trained on other samples: restore the data, or --overwrite")
+        state = checkpoint.optimizer
+        if state is None or checkpoint.epoch is None:
+            raise UsageError(f"{checkpoint.path} is a finished checkpoint: there is nothing to resume")
+        current, saved = self.config.to_dict(), state["config"]
+        if differing := sorted(k for k in current if k not in _PLACEMENT and current[k] != saved.get(k)):
+            shown = ", ".join(f"{k} {saved.get(k)!r}" for k in differing)
+            raise UsageError(
+                f"{checkpoint.path} was started with {shown}: resume with the same, or `overwrite` it"
+            )
+        if checkpoint.data != self.data.record():
+            raise UsageError(
+                f"{checkpoint.path} was trained on other samples: restore the data, or `overwrite` it"
+            )
         return {
-            "model": kept.model.state_dict(),
+            "model": checkpoint.model.state_dict(),
             "optimizer": state["state"],
-            "epoch": kept.epoch,
-            "metrics": kept.metrics,
+            "epoch": checkpoint.epoch,
+            "metrics": checkpoint.metrics,
         }
 
 
 def _epoch(run: _Run, progress: Progress) -> None:
-    """Train one epoch, measure validation accuracy, report.
+    """Train one epoch, validate and report.
 
     Raises:
         DivergedError: most batches had gradients that are not finite.
@@ -367,13 +372,13 @@ def _epoch(run: _Run, progress: Progress) -> None:
     if 2 * skipped > stream.steps or not math.isfinite(mean):
         raise DivergedError(
             f"the loss is {math.nan if skipped else mean} in epoch {run.epoch}: "
-            f"give a smaller --lr (now {run.settings.lr:g})"
+            f"give a smaller `lr` (now {run.settings.lr:g})"
         )
     text = f"epoch {run.epoch}/{run.settings.epochs}  loss {mean:.4f}"
-    found = None if run.data.validation is None else run.measure(run.data.validation)
-    if found is not None:
-        text += f"  validation {run.task.shown(found[run.task.metric])}"
-    run.metrics = {"epochs": run.epoch, "train_loss": mean, **run.task.reported("validation", found)}
+    validation = None if run.data.validation is None else run.measure(run.data.validation)
+    if validation is not None:
+        text += f"  validation {run.task.shown(validation[run.task.metric])}"
+    run.metrics = {"epochs": run.epoch, "train_loss": mean, **run.task.reported("validation", validation)}
     run.metrics["skipped"] = updater.skipped
     if isinstance(run.optimizer, KFAC):
         run.metrics["refreshes"] = updater.refreshes

@@ -1,4 +1,4 @@
-"""One update of the weights from the micro-batches of all ranks, by any of the optimisers."""
+"""One optimiser step from the micro-batches of all ranks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.nn.utils import get_total_norm
 
 from ul2q.pipeline.config import TrainConfig
 from ul2q.pipeline.kfac import KFAC, Options
-from ul2q.pipeline.tasks.task import Task
+from ul2q.pipeline.tasks import Task
 from ul2q.pipeline.training.ranks import Ranks
 from ul2q.pipeline.training.settings import SIMILAR, Settings
 from ul2q.pipeline.training.step_recipes import StepRecipe
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig, settings: Settings) -> torch.optim.Optimizer:
-    """Return the optimiser that ``config`` names, for all parameters of ``model``."""
+    """Return the optimiser of ``config`` for all parameters of ``model``."""
     if config.optimizer == "kfac":
         return KFAC(
             model,
@@ -52,8 +52,8 @@ class Updater:
     """Forward, backward and step over the micro-batches of one update.
 
     Attributes:
-        skipped: updates that were not done because a gradient was NaN or infinite.
-        refreshes: updates for which K-FAC took new statistics.
+        skipped: updates skipped because a gradient was NaN or infinite.
+        refreshes: updates in which K-FAC refreshed its statistics.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class Updater:
         size: int,
         precision: str,
     ) -> None:
-        """Bring together what an update needs.
+        """Set up the updates.
 
         Args:
             model: the network.
-            optimizer: of its parameters.
+            optimizer: optimiser of its parameters.
             ranks: all ranks.
-            task: whose loss is made small.
+            task: defines the loss.
             size: samples behind one update, over all ranks.
             precision: ``float32``, or ``bfloat16`` for autocast.
         """
@@ -81,14 +81,14 @@ class Updater:
         self.skipped = self.refreshes = 0
 
     def update(self, micro_batches: Iterator[tuple[Tensor, Tensor]], count: int) -> float | None:
-        """Do one update.
+        """Run one update.
 
         Args:
             micro_batches: this rank's part of the batch.
             count: number of micro-batches.
 
         Returns:
-            This rank's part of the mean loss, all ranks' parts being its sum; None if the update was skipped.
+            This rank's part of the mean loss, the sum of all ranks' parts; None for a skipped update.
         """
         self.optimizer.zero_grad()
         total = 0.0
@@ -97,7 +97,7 @@ class Updater:
                 with torch.autocast(x.device.type, torch.bfloat16, enabled=self._half):
                     outputs = self.model(x)
                 loss = self._task.loss(outputs.float() if self._half else outputs, y)
-                # the mean over the ranks is what gradients and K-FAC's statistics are taken of
+                # gradients and K-FAC's statistics are those of the mean over all ranks
                 (loss / (self._size / self._ranks.world)).backward()
             total += loss.item()
         if not self._step():
@@ -111,7 +111,7 @@ class Updater:
         return contextlib.nullcontext()
 
     def _step(self) -> bool:
-        """Return whether the weights were moved: the same on all ranks."""
+        """Return whether the weights were updated: on all ranks or on none."""
         optimizer = self.optimizer
         if isinstance(optimizer, KFAC):
             before, due = optimizer.skipped, optimizer.refresh_due

@@ -51,7 +51,7 @@ def test_a_killed_rank_ends_the_other_with_one_line(cli: Any, tmp_path: Path) ->
     out, err = first.communicate(timeout=120)  # ranks wait for each other for longer
     assert (first.returncode, out) == (1, "")
     (line,) = [text for text in err.splitlines() if not text.startswith("epoch")]
-    assert line.startswith("error: rank 0 lost the others, this run cannot go on: ")
+    assert line.startswith("error: rank 0 lost its connection to the process group: ")
     assert line.endswith("model.unfinished.pt has all complete epochs: --resume goes on")
     assert second.communicate() == ("", "")
     assert path.read_bytes() == b"precious"

@@ -18,8 +18,8 @@ from ul2q.models._dense import Encoder
 from ul2q.pipeline.data import load_data
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.importers.checkpoint import load_encoder
+from ul2q.pipeline.tasks import Dense
 from ul2q.pipeline.tasks.saliency import METRICS
-from ul2q.pipeline.tasks.task import Dense
 from ul2q.runtimes import onnxruntime as runtime
 
 

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ul2q import __version__, models
-from ul2q.exporters.onnx.export import OPSETS, export_float, export_lowered
-from ul2q.pipeline.config import QuantConfig
+from ul2q.exporters.onnx.export import export_float, export_lowered
+from ul2q.pipeline.config import OPSETS, QuantConfig
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.graph.capture import Captured, capture
 from ul2q.runtimes import onnxruntime as runtime

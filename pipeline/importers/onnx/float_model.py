@@ -1,4 +1,4 @@
-"""A float ONNX file as a torch network, compared with ONNX Runtime; nothing in the file is executed."""
+"""Import a float ONNX file as a torch network, without running its code, and check it in ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ul2q.pipeline.importers.checkpoint import Checkpoint
 from ul2q.pipeline.importers.onnx.network import OnnxNetwork, UnsupportedError, shapes_of
 from ul2q.runtimes import onnxruntime as runtime
 
-# Batch sizes at which the translation must agree with ONNX Runtime.
+# Batch sizes at which the network must agree with ONNX Runtime.
 _BATCHES = (1, 2, 7)
 # Largest difference relative to the largest output, in float32 and in half precision.
 _TOLERANCE, _HALF_TOLERANCE = 1e-4, 2e-2
@@ -30,24 +30,24 @@ _HALF = {onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16}
 
 
 def load_onnx(path: Path) -> Checkpoint:
-    """Read a float ONNX file as a network.
+    """Load a float ONNX file as a network.
 
     Args:
-        path: the file; tensors kept outside it must lie in its folder.
+        path: the file; its external tensors must be in its folder.
 
     Returns:
-        The network with what the file records. Compare it with :func:`compare` once there are samples.
+        The network with the metadata of the file. Check it with :func:`compare` once there are samples.
 
     Raises:
-        UsageError: the file is unusable, quantised, or holds an operator that is not supported (named).
+        UsageError: the file is unusable, quantised, or has an unsupported operator, which is named.
     """
     proto = runtime.load_model(path, external_data=False)
-    _check_outside(proto, path)
+    _check_external_data(proto, path)
     proto = runtime.load_model(path)
-    about = runtime.metadata(proto)
-    if "ul2q.layers" in about:
+    metadata = runtime.metadata(proto)
+    if "ul2q.layers" in metadata:
         raise UsageError(f"{path} is quantised already: give the float model or its checkpoint")
-    graph, opset = _plain(proto, path)
+    graph, opset = _inlined(proto, path)
     half = any(t.data_type in _HALF for t in graph.initializer)
     shapes = shapes_of(graph)
     first = next(iter(shapes.values()), [])
@@ -64,13 +64,13 @@ def load_onnx(path: Path) -> Checkpoint:
         network.requires_grad_(True).eval(),
         path,
         hashlib.sha256(path.read_bytes()).hexdigest(),
-        preprocess=_preprocess(about, path),
+        preprocess=_preprocess(metadata, path),
         input_shape=tuple(known) if sizes and len(known) == len(sizes) else None,
     )
 
 
-def _preprocess(about: dict[str, str], path: Path) -> Preprocess | None:
-    text = about.get("ul2q.preprocess")
+def _preprocess(metadata: dict[str, str], path: Path) -> Preprocess | None:
+    text = metadata.get("ul2q.preprocess")
     if text is None:
         return None
     try:
@@ -79,11 +79,11 @@ def _preprocess(about: dict[str, str], path: Path) -> Preprocess | None:
         raise UsageError(f"{path}: its metadata ul2q.preprocess is damaged ({error})") from error
 
 
-def _check_outside(proto: onnx.ModelProto, path: Path) -> None:
-    """Check that no tensor is kept outside the folder of the file.
+def _check_external_data(proto: onnx.ModelProto, path: Path) -> None:
+    """Check that no tensor is stored outside the folder of the file.
 
     Raises:
-        UsageError: one is.
+        UsageError: a tensor is.
     """
     folder = path.absolute().parent.resolve()
     for tensor in [*proto.graph.initializer, *_attribute_tensors(proto.graph)]:
@@ -94,23 +94,23 @@ def _check_outside(proto: onnx.ModelProto, path: Path) -> None:
             inside = not place.is_absolute() and (folder / place).resolve().is_relative_to(folder)
             if not inside:
                 raise UsageError(
-                    f"{path}: {tensor.name} is kept at {entry.value}, outside the folder of the file: "
+                    f"{path}: {tensor.name} is stored at {entry.value}, outside the folder of the file: "
                     "it is not read; save the model with its data beside it"
                 )
 
 
 def _attribute_tensors(graph: onnx.GraphProto) -> list[onnx.TensorProto]:
-    found = []
+    tensors = []
     for node in graph.node:
         for attribute in node.attribute:
-            found += [attribute.t] if attribute.HasField("t") else []
-            found += list(attribute.tensors)
-            found += _attribute_tensors(attribute.g) if attribute.HasField("g") else []
-    return found
+            tensors += [attribute.t] if attribute.HasField("t") else []
+            tensors += list(attribute.tensors)
+            tensors += _attribute_tensors(attribute.g) if attribute.HasField("g") else []
+    return tensors
 
 
-def _plain(proto: onnx.ModelProto, path: Path) -> tuple[onnx.GraphProto, int]:
-    """Return the graph without calls of functions, and the version of its operators.
+def _inlined(proto: onnx.ModelProto, path: Path) -> tuple[onnx.GraphProto, int]:
+    """Return the graph with inlined functions, and its opset.
 
     Raises:
         UsageError: the graph is damaged.
@@ -128,15 +128,15 @@ def _plain(proto: onnx.ModelProto, path: Path) -> tuple[onnx.GraphProto, int]:
 
 @torch.no_grad()
 def compare(network: OnnxNetwork, path: Path, example: Sequence[Tensor]) -> None:
-    """Compare a translated network with ONNX Runtime.
+    """Compare an imported network with ONNX Runtime.
 
     Args:
         network: from :func:`load_onnx`.
         path: its file.
-        example: inputs, a few samples each; random ones are added to them.
+        example: inputs, a few samples each; copies with noise are added.
 
     Raises:
-        UsageError: the outputs differ, or the translation does not run.
+        UsageError: the outputs differ, or the network does not run.
     """
     live = runtime.session(path, 1)
     generator = torch.Generator().manual_seed(0)
@@ -149,33 +149,34 @@ def compare(network: OnnxNetwork, path: Path, example: Sequence[Tensor]) -> None
             for spec, x in zip(live.get_inputs(), padded, strict=True)
         }
         try:
-            theirs = runtime.run(live, feeds)
-            ours = network(*inputs)
+            reference = runtime.run(live, feeds)
+            actual = network(*inputs)
         except UnsupportedError as error:
             raise UsageError(f"{path}: {error}") from error
         except JobError as error:
             raise UsageError(f"{path} does not run on the data: {error}") from error
         except (RuntimeError, ValueError, TypeError, LookupError) as error:
             raise UsageError(
-                f"{path}: its translation does not run at batch {batch} ({first_line(error)}): export it "
-                "with an open batch size"
+                f"{path}: the imported network does not run at batch {batch} ({first_line(error)}): "
+                "export it with a dynamic batch size"
             ) from error
-        leaves = [leaf for leaf in pytree.tree_leaves(ours) if isinstance(leaf, Tensor)]
-        for (name, expected), found in zip(theirs.items(), leaves, strict=True):
-            _check_same(path, name, batch, found.numpy(), expected[:batch], network.is_half)
+        leaves = [leaf for leaf in pytree.tree_leaves(actual) if isinstance(leaf, Tensor)]
+        for (name, expected), output in zip(reference.items(), leaves, strict=True):
+            _check_same(path, name, batch, output.numpy(), expected[:batch], network.is_half)
 
 
-def _check_same(path: Path, name: str, batch: int, ours: Any, theirs: Any, half: bool) -> None:
+def _check_same(path: Path, name: str, batch: int, actual: Any, reference: Any, half: bool) -> None:
     tolerance = _HALF_TOLERANCE if half else _TOLERANCE
-    theirs = np.asarray(theirs, np.float64)
-    largest = float(np.abs(theirs[np.isfinite(theirs)]).max(initial=0))
-    same = ours.shape == theirs.shape and np.allclose(
-        ours, theirs, rtol=0, atol=tolerance * largest, equal_nan=True
+    reference = np.asarray(reference, np.float64)
+    largest = float(np.abs(reference[np.isfinite(reference)]).max(initial=0))
+    same = actual.shape == reference.shape and np.allclose(
+        actual, reference, rtol=0, atol=tolerance * largest, equal_nan=True
     )
     if not same:
         raise UsageError(
-            f"{path}: its translation differs from ONNX Runtime in output {name} at batch {batch}: the model "
-            "depends on the batch size, or an operator is read wrongly; give the checkpoint it was made from"
+            f"{path}: the imported network differs from ONNX Runtime in output {name} at batch {batch}: "
+            "the model depends on the batch size, or an operator is misread: give the checkpoint that it "
+            "was exported from"
         )
 
 
@@ -186,7 +187,7 @@ def _numpy_type(kind: str) -> Any:
 
 
 def _varied(x: Tensor, batch: int, generator: torch.Generator) -> Tensor:
-    """Return ``batch`` samples: those given, and around them random ones where they are real numbers."""
+    """Return ``batch`` samples: those of ``x``, then copies of them, real numbers with noise added."""
     values = torch.cat([x] * -(-batch // len(x)))[:batch]
     if not x.is_floating_point():
         return values

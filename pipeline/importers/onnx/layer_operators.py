@@ -1,4 +1,4 @@
-"""ONNX operators that compute, in torch: convolutions, linear maps, norms, pools, functions, reductions."""
+"""ONNX compute operators in torch: convolutions, linear maps, norms, pools, activations, reductions."""
 
 from __future__ import annotations
 
@@ -18,14 +18,6 @@ _MAX_POOL: dict[int, Any] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 _AVERAGE_POOL: dict[int, Any] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 
 
-_INTERPOLATIONS = {
-    ("linear", 1): "linear",
-    ("linear", 2): "bilinear",
-    ("linear", 3): "trilinear",
-    ("cubic", 2): "bicubic",
-}
-
-
 def _pads(
     step: Step, x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> tuple[list[int], list[int]]:
@@ -41,7 +33,7 @@ def _pads(
     begins, ends = [], []
     for size, k, s, d in zip(x.shape[2:], kernel, stride, dilation, strict=True):
         if not isinstance(size, int):
-            raise step.refuse(f"auto_pad {auto} with an open size of the image")
+            raise step.refuse(f"auto_pad {auto} with a dynamic image size")
         total = max(0, (-(-size // s) - 1) * s + d * (k - 1) + 1 - size)
         small = total // 2
         begins.append(small if auto == "SAME_UPPER" else total - small)
@@ -50,7 +42,7 @@ def _pads(
 
 
 def _padded(x: Tensor, begins: list[int], ends: list[int], value: float) -> tuple[Tensor, list[int]]:
-    """Return ``x`` and the padding that is left to the operator: unequal ends are padded before it."""
+    """Return ``x`` and the padding left to the operator: unequal padding is applied to ``x``."""
     if begins == ends:
         return x, begins
     flat = [p for pair in reversed(list(zip(begins, ends, strict=True))) for p in pair]
@@ -87,7 +79,7 @@ def _conv_transpose(step: Step, x: Tensor, weight: Tensor, bias: Tensor | None =
 
 
 def linear(_step: Step, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x·Wᵀ + b for x […, I], weight [O, I]: what Gemm and MatMul with a constant become."""
+    """Return x·Wᵀ + b for x […, I], weight [O, I]: Gemm and MatMul with a constant."""
     return F.linear(x, weight, bias)
 
 
@@ -144,7 +136,7 @@ def _average_pool(step: Step, x: Tensor) -> Tensor:
     stride = list(step.get("strides", [1] * count))
     begins, ends = _pads(step, x, kernel, stride, [1] * count)
     if begins != ends and not counts:
-        raise step.refuse("unequal padding that does not count is not supported")
+        raise step.refuse("unequal padding with count_include_pad=0 is not supported")
     x, padding = _padded(x, begins, ends, 0.0)
     ceil = bool(step.get("ceil_mode", 0))
     result: Tensor = _AVERAGE_POOL[count](x, kernel, stride, padding, ceil, counts or not any(padding))
@@ -175,7 +167,7 @@ def _softmax(of: Callable[..., Tensor]) -> Operator:
     def run(step: Step, x: Tensor) -> Tensor:
         if step.opset >= 13:
             return of(x, step.get("axis", -1))
-        axis = step.get("axis", 1) % x.ndim  # older operator sets flatten from the axis on
+        axis = step.get("axis", 1) % x.ndim  # older opsets flatten from the axis on
         return of(x.flatten(axis), -1).reshape(x.shape)
 
     return run
@@ -237,7 +229,7 @@ def _sum(_step: Step, first: Tensor, *others: Tensor) -> Tensor:
 
 
 def _resize(step: Step, *inputs: Any) -> Tensor:
-    """Return ``x`` enlarged or reduced over its last dimensions (Resize; Upsample of older files)."""
+    """Return ``x`` resized over its last dimensions (Resize, or Upsample in older files)."""
     x = inputs[0]
     old = step.op == "Upsample" or step.opset < 11
     scales = inputs[1] if old and len(inputs) > 1 else (inputs[2] if len(inputs) > 2 else None)

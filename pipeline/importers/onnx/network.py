@@ -1,4 +1,4 @@
-"""An ONNX graph as a torch module whose weights carry the names of their layers."""
+"""Build a torch module from an ONNX graph, with weights named after their layers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from ul2q.pipeline.graph.rebuild import assign, attribute
 from ul2q.pipeline.importers.onnx import layer_operators, shape_operators
 from ul2q.pipeline.importers.onnx.values import Operator, Step, UnsupportedError, plain
+from ul2q.pipeline.naming import unused_name
 
 OPERATORS: dict[str, Operator] = {
     **shape_operators.OPERATORS,
     **layer_operators.OPERATORS,
     "Linear": layer_operators.linear,
 }
-#: names of the inputs of an operator that belong to one layer, in order; None is the data
+#: parameter names of an operator's inputs, in order; None is the data
 _LAYERS = {
     "Conv": (None, "weight", "bias"),
     "ConvTranspose": (None, "weight", "bias"),
@@ -38,12 +39,12 @@ _LAYERS = {
 }
 _OPERATOR_NAME = re.compile(r"(Conv|ConvTranspose|Gemm|MatMul|\w*Normalization|PRelu|Gather)(_\d+)?")
 #: operators whose inputs after the first are settings
-_STEERED = {"Clip", "Pad", "Resize", "Upsample", "Slice", "Squeeze", "Unsqueeze", "Split"}
+_CONFIGURED = {"Clip", "Pad", "Resize", "Upsample", "Slice", "Squeeze", "Unsqueeze", "Split"}
 _NARROW = {torch.float16, torch.bfloat16, torch.float64}
-# Name of the number of samples, beside the values of the graph.
+# Name of the batch size among the values of the graph.
 _BATCH = "@batch"
-# Elements of a constant that a few bytes of a file may ask for.
-_LARGEST_MADE = 2**26
+# Largest constant that an operator may generate from a few bytes of the file, in elements.
+_LARGEST_CONSTANT = 2**26
 
 
 class OnnxNetwork(nn.Module):
@@ -52,7 +53,7 @@ class OnnxNetwork(nn.Module):
     Attributes:
         input_names: names of the inputs.
         output_names: names of the outputs.
-        batch: the batch size, where the file fixes it; the module takes any.
+        batch: the batch size if the file fixes it; the module accepts any.
         is_half: whether the file computes in half precision (the module computes in float32).
     """
 
@@ -60,10 +61,10 @@ class OnnxNetwork(nn.Module):
         """Translate ``graph``.
 
         Args:
-            graph: with all its constants in it.
-            opset: version of its operators.
+            graph: the graph, with all its constants.
+            opset: its opset.
             half: whether it computes in half precision.
-            batch: the batch size, where the file fixes it.
+            batch: the batch size if the file fixes it.
         """
         super().__init__()
         arrays = {t.name: numpy_helper.to_array(t) for t in graph.initializer}
@@ -72,7 +73,7 @@ class OnnxNetwork(nn.Module):
         self.batch, self.is_half, self.opset = batch, half, opset
         steps = self._steps(graph.node, arrays)
         constants = {name: plain(to_tensor(value)) for name, value in arrays.items()}
-        steps = _own_tensors(_joined(steps, constants, self.output_names), constants)
+        steps = _with_separate_tensors(_with_linear_layers(steps, constants, self.output_names), constants)
         self.settings = _settings(steps, constants, self.output_names)
         self.places = self._register(steps, constants)
         self.steps = tuple(steps)
@@ -90,7 +91,7 @@ class OnnxNetwork(nn.Module):
         return {name: values[name] for name in self.output_names}
 
     def _steps(self, nodes: Iterable[onnx.NodeProto], arrays: dict[str, Any]) -> list[Step]:
-        """Return the nodes that depend on the input; the others are computed into ``arrays``.
+        """Return the nodes that depend on the input; constant nodes are folded into ``arrays``.
 
         Raises:
             UnsupportedError: an operator is not supported.
@@ -115,7 +116,7 @@ class OnnxNetwork(nn.Module):
         return steps
 
     def _register(self, steps: Sequence[Step], constants: Mapping[str, Any]) -> dict[str, str]:
-        """Return the place of every constant that ``steps`` read, after putting it there."""
+        """Return the module path of every constant that ``steps`` read, after registering it."""
         places: dict[str, str] = {}
         taken: set[str] = set()
         for step in steps:
@@ -130,33 +131,35 @@ class OnnxNetwork(nn.Module):
                 places[name] = f"{layer}.{role}"
                 value = constants[name].clone()
                 assign(self, places[name], value if role.startswith("running") else nn.Parameter(value))
-        for name in _read(steps, constants, self.output_names):
+        for name in _constants_in_use(steps, constants, self.output_names):
             if name not in places and name not in self.settings:
                 places[name] = f"constant_{len(places)}"
                 self.register_buffer(places[name], constants[name].clone())
         return places
 
 
-def _read(steps: Sequence[Step], constants: Mapping[str, Any], outputs: Sequence[str]) -> list[str]:
-    """Return the constants that are needed, in order."""
+def _constants_in_use(
+    steps: Sequence[Step], constants: Mapping[str, Any], outputs: Sequence[str]
+) -> list[str]:
+    """Return the constants in use, in order."""
     used = [n for step in steps for n in step.inputs] + list(outputs)
     return list(dict.fromkeys(n for n in used if n in constants))
 
 
 def _settings(steps: Sequence[Step], constants: Mapping[str, Any], outputs: Sequence[str]) -> dict[str, Any]:
-    """Return the constants that steer operators: numbers, and tensors whose values must be known."""
-    known = {n for step in steps if step.op in _STEERED for n in step.inputs[1:]}
+    """Return the constants that configure operators: numbers, and tensors whose values must be known."""
+    known = {n for step in steps if step.op in _CONFIGURED for n in step.inputs[1:]}
     return {
         name: constants[name]
-        for name in _read(steps, constants, outputs)
+        for name in _constants_in_use(steps, constants, outputs)
         if name in known or not isinstance(constants[name], Tensor)
     }
 
 
 def to_tensor(array: Any) -> Tensor:
-    """Return a constant of the file; floating-point numbers of any width become float32."""
+    """Return a constant as a tensor; all floating-point types become float32."""
     if array.dtype.kind not in "iufb":
-        array = array.astype("float32")  # bfloat16 and its kin have no kind of their own
+        array = array.astype("float32")  # bfloat16 and other types without a NumPy equivalent
     value = torch.from_numpy(np.array(array))
     return value.float() if value.dtype in _NARROW else value
 
@@ -166,7 +169,7 @@ def _has_graph(node: onnx.NodeProto) -> bool:
 
 
 def _folded(node: onnx.NodeProto, name: str, arrays: Mapping[str, Any], opset: int) -> dict[str, Any]:
-    """Return the outputs of a node whose inputs are constants, by ONNX's own reference."""
+    """Return the outputs of a node with constant inputs, by ONNX's reference implementation."""
     _check_size(node, name, arrays)
     inputs = [n for n in dict.fromkeys(node.input) if n]
     graph = helper.make_graph(
@@ -196,13 +199,13 @@ def _torch_type(kind: int) -> torch.dtype:
 
 def _unknown(node: onnx.NodeProto, name: str) -> str:
     if node.op_type.startswith("QLinear") or node.op_type.endswith(("QuantizeLinear", "DequantizeLinear")):
-        return f"it is quantised already ({node.op_type} at {name}): give the float model"
+        return f"it is already quantised ({node.op_type} at {name}): give the float model"
     full = node.op_type if node.domain in {"", "ai.onnx"} else f"{node.domain}.{node.op_type}"
     return f"operator {full} ({name}) is not supported"
 
 
 def _check_size(node: onnx.NodeProto, name: str, arrays: Mapping[str, Any]) -> None:
-    """Check that a node does not ask for a constant that is out of all proportion to its file.
+    """Check that a node does not generate an excessively large constant.
 
     Raises:
         UnsupportedError: it does.
@@ -215,8 +218,10 @@ def _check_size(node: onnx.NodeProto, name: str, arrays: Mapping[str, Any]) -> N
         total = values[0].size * math.prod(max(int(size), 1) for size in values[1].reshape(-1))
     elif node.op_type == "Range":
         total = abs((float(values[1]) - float(values[0])) / (float(values[2]) or 1.0))
-    if total > _LARGEST_MADE:
-        raise UnsupportedError(f"operator {node.op_type} ({name}) makes a constant of {total:,.0f} elements")
+    if total > _LARGEST_CONSTANT:
+        raise UnsupportedError(
+            f"operator {node.op_type} ({name}) generates a constant of {total:,.0f} elements"
+        )
 
 
 def _execute(step: Step, values: dict[str, Any]) -> None:
@@ -226,23 +231,23 @@ def _execute(step: Step, values: dict[str, Any]) -> None:
     values.update({name: value for name, value in zip(step.outputs, results, strict=False) if name})
 
 
-def _joined(steps: list[Step], constants: dict[str, Any], outputs: Sequence[str]) -> list[Step]:
-    """Return ``steps`` with every product with a constant matrix, and the bias behind it, as one Linear."""
+def _with_linear_layers(steps: list[Step], constants: dict[str, Any], outputs: Sequence[str]) -> list[Step]:
+    """Return ``steps`` with products with a constant matrix, and the bias that follows, fused into Linear."""
     readers: dict[str, list[Step]] = {}
     for step in steps:
         for name in step.inputs:
             readers.setdefault(name, []).append(step)
     result: list[Step] = []
-    gone: set[int] = set()
+    fused: set[int] = set()
     for step in steps:
-        if id(step) in gone:
+        if id(step) in fused:
             continue
         linear = _as_linear(step, constants)
         if linear is not None and len(linear.inputs) == 2 and linear.outputs[0] not in outputs:
             following = readers.get(linear.outputs[0], [])
-            bias = _bias_behind(linear, following, constants)
+            bias = _following_bias(linear, following, constants)
             if bias is not None:
-                gone.add(id(following[0]))
+                fused.add(id(following[0]))
                 linear = replace(
                     linear, inputs=(*linear.inputs, bias), outputs=following[0].outputs, attributes={}
                 )
@@ -250,10 +255,10 @@ def _joined(steps: list[Step], constants: dict[str, Any], outputs: Sequence[str]
     return result
 
 
-def _own_tensors(steps: list[Step], constants: dict[str, Any]) -> list[Step]:
-    """Return ``steps`` with tensors of their own for each layer, except for weights that layers share.
+def _with_separate_tensors(steps: list[Step], constants: dict[str, Any]) -> list[Step]:
+    """Return ``steps`` with separate tensors for each layer, except for shared weights.
 
-    Exporters store equal tensors once, such as the zeros of two biases; that does not tie the layers.
+    Exporters store equal tensors once, such as two biases of zeros; that does not tie the layers.
     """
     result = []
     for step in steps:
@@ -278,12 +283,12 @@ def _as_linear(step: Step, constants: dict[str, Any]) -> Step | None:
         return None
     if step.op == "Gemm" and step.get("transA", 0):
         return None
-    turned = step.op == "Gemm" and bool(step.get("transB", 0))
+    transposed = step.op == "Gemm" and bool(step.get("transB", 0))
     scale = float(step.get("alpha", 1.0)) if step.op == "Gemm" else 1.0
     name = step.inputs[1]
-    if not turned or scale != 1:
+    if not transposed or scale != 1:
         name = f"{name}.linear" if scale == 1 else f"{name}.linear.{scale}"
-        constants[name] = (weight if turned else weight.T) * scale
+        constants[name] = (weight if transposed else weight.T) * scale
     inputs = [step.inputs[0], name]
     if len(step.inputs) > 2 and step.inputs[2]:
         bias = constants.get(step.inputs[2])
@@ -297,7 +302,7 @@ def _as_linear(step: Step, constants: dict[str, Any]) -> Step | None:
     return replace(step, op="Linear", inputs=tuple(inputs), attributes=source, batch=None)
 
 
-def _bias_behind(linear: Step, following: Sequence[Step], constants: Mapping[str, Any]) -> str | None:
+def _following_bias(linear: Step, following: Sequence[Step], constants: Mapping[str, Any]) -> str | None:
     if len(following) != 1 or following[0].op != "Add":
         return None
     others = [n for n in following[0].inputs if n != linear.outputs[0]]
@@ -307,7 +312,7 @@ def _bias_behind(linear: Step, following: Sequence[Step], constants: Mapping[str
 
 
 def _layer_name(step: Step, inputs: Sequence[str], taken: set[str]) -> str:
-    """Return a free dotted name for a layer: of its weight, else of the module it was, else of its node."""
+    """Return an unused dotted name for a layer: from its weight, else its original module, else its node."""
     weight = inputs[0] if step.op == "Gather" else inputs[1].partition("@")[0]
     weight = step.get("source", weight)
     if re.fullmatch(r"[\w.]+\.weight", weight):
@@ -316,22 +321,19 @@ def _layer_name(step: Step, inputs: Sequence[str], taken: set[str]) -> str:
         path = step.scope or _module_path(step.name)
     reserved = set(dir(nn.Module())) | {"steps", "places", "graph", "code"}
     path = ".".join(f"{part}_" if part in reserved else part for part in path.split("."))
-    candidate, n = path, 1
-    while candidate in taken or any(t.startswith(f"{candidate}.weight") for t in taken):
-        n += 1
-        candidate = f"{path}_{n}"
-    return candidate
+    weighted = {name[: match.start()] for name in taken for match in re.finditer(r"\.weight", name)}
+    return unused_name(path, taken | weighted)
 
 
 def _scope(node: onnx.NodeProto) -> str:
-    """Return the path of the module that torch.onnx notes at a node, innermost before the operator itself."""
+    """Return the module path that torch.onnx records at a node: the innermost before the operator itself."""
     notes = {entry.key: entry.value for entry in node.metadata_props}
     paths = re.findall(r"'([^']*)'", notes.get("pkg.torch.onnx.name_scopes", ""))
     return paths[-2] if len(paths) > 1 and re.fullmatch(r"\w+(\.\w+)*", paths[-2]) else ""
 
 
 def _module_path(name: str) -> str:
-    """Return the path of the module that a node's name tells, such as a.0.conv for /a/a.0/conv/Conv."""
+    """Return the module path in a node's name, such as a.0.conv for /a/a.0/conv/Conv."""
     parts: list[str] = []
     for part in (p for p in name.split("/") if p):
         if parts and part.startswith(f"{parts[-1]}."):  # the exporter repeats the name of a container
@@ -344,7 +346,7 @@ def _module_path(name: str) -> str:
 
 
 def shapes_of(graph: onnx.GraphProto) -> dict[str, list[int | None]]:
-    """Return the sizes of every input, None where they are open."""
+    """Return the dimensions of every input, None for dynamic ones."""
     constants = {t.name for t in graph.initializer}
     return {
         v.name: [d.dim_value if d.HasField("dim_value") else None for d in v.type.tensor_type.shape.dim]

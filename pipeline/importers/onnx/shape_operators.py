@@ -1,4 +1,4 @@
-"""ONNX operators that compute shapes, move, select and join elements, in torch."""
+"""ONNX operators on shapes and on the arrangement of elements, in torch."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _reshape(step: Step, x: Any, shape: Any, batch: Any = None) -> Any:
     if not step.get("allowzero", 0):
         sizes = [x.shape[i] if isinstance(size, int) and size == 0 else size for i, size in enumerate(sizes)]
     if batch is not None and sizes and isinstance(sizes[0], int) and sizes[0] == step.batch:
-        sizes[0] = batch  # a file with a fixed batch size writes it here
+        sizes[0] = batch  # a file with a fixed batch size has it here
     return x.reshape(sizes)
 
 
@@ -152,7 +152,7 @@ def _slice(step: Step, *inputs: Any) -> Any:
         axis = axis % x.ndim
         if stride < 0:
             if stride != -1 or start not in {-1, x.shape[axis] - 1} or end > -x.shape[axis]:
-                raise step.refuse(f"a step of {stride} is supported over a whole dimension only")
+                raise step.refuse(f"a step of {stride} is supported for a whole dimension only")
             x = x.flip(axis)
             continue
         picked = [slice(None)] * axis + [slice(start, end, stride)]
@@ -171,7 +171,7 @@ def _gather(step: Step, data: Any, index: Any) -> Any:
             return data.select(axis, index)
         index = torch.tensor([i % int(data.shape[axis]) for i in index], device=data.device)
     if index.is_floating_point():
-        raise TypeError("token numbers must be whole numbers")
+        raise TypeError("token indices must be integers")
     if data.ndim == 2 and axis == 0 and data.is_floating_point():
         return F.embedding(index, data)
     flat = data.index_select(axis, index.reshape(-1))
@@ -205,8 +205,8 @@ def _range(step: Step, start: Any, limit: Any, delta: Any) -> Any:
 def _pad(step: Step, *inputs: Any) -> Tensor:
     x = inputs[0]
     pads = option(step, inputs, 1, "pads") or []
-    given = inputs[2] if len(inputs) > 2 and inputs[2] is not None else step.get("value", 0.0)
-    value = number(step, given)
+    fill = inputs[2] if len(inputs) > 2 and inputs[2] is not None else step.get("value", 0.0)
+    value = number(step, fill)
     axes = option(step, inputs, 3, "axes") or list(range(len(pads) // 2))
     begins, ends = [0] * x.ndim, [0] * x.ndim
     for i, axis in enumerate(axes):

@@ -1,8 +1,8 @@
-"""Values of an ONNX graph while it runs in torch: tensors, and shapes as Python numbers.
+"""Values of an ONNX graph that runs in torch: tensors, and shapes as Python numbers.
 
-A shape that depends on the batch must stay a number that torch.export can follow. What comes from ``Shape``,
-and small constants of whole numbers, are therefore lists of numbers (or one number), and operators on shapes
-compute with those; everything else is a tensor.
+A shape that depends on the batch must stay a number that torch.export can trace. Results of ``Shape`` and
+small integer constants are therefore numbers or lists of numbers, with which operators on shapes compute; all
+other values are tensors.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Constants of at most so many whole numbers are shapes.
-_SHAPE = 64
+# Integer constants of at most this many elements are shapes.
+_LARGEST_SHAPE = 64
 
 
 class UnsupportedError(Exception):
-    """An operator, or a use of it, that has no translation; the message says which."""
+    """An operator, or a use of it, is unsupported; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class Step:
     Attributes:
         op: operator type.
         name: name of the node, for messages.
-        inputs: names of the inputs; an empty name is an input left out.
+        inputs: names of the inputs; an empty name is an omitted input.
         outputs: names of the outputs.
         attributes: plain values; tensors are torch tensors.
-        opset: version of the operator set.
+        opset: the opset.
         batch: the batch size if the file fixes it, else None.
-        scope: path of the module that the node was written for; empty where the file does not say.
+        scope: path of the original module; empty if the file does not record it.
     """
 
     op: str
@@ -65,8 +65,8 @@ def is_shape(value: Any) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """Return a constant in the form described above."""
-    if not isinstance(value, Tensor) or value.ndim > 1 or value.numel() > _SHAPE:
+    """Return a constant as described above: small integer constants as numbers."""
+    if not isinstance(value, Tensor) or value.ndim > 1 or value.numel() > _LARGEST_SHAPE:
         return value
     if value.is_floating_point():
         return value.item() if value.ndim == 0 else value
@@ -77,10 +77,10 @@ def numbers(step: Step, value: Any) -> list[Any]:
     """Return a shape as a list.
 
     Raises:
-        UnsupportedError: the value is computed from the input's values.
+        UnsupportedError: the value depends on the values of the input.
     """
     if isinstance(value, Tensor):
-        raise step.refuse("its sizes are computed from the values of the input")
+        raise step.refuse("its sizes depend on the values of the input")
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
@@ -88,17 +88,17 @@ def number(step: Step, value: Any) -> Any:
     """Return a single number.
 
     Raises:
-        UnsupportedError: it is computed from the input's values.
+        UnsupportedError: the value depends on the values of the input.
     """
     if isinstance(value, Tensor):
         if isinstance(value, torch._subclasses.FakeTensor) or value.numel() != 1:
-            raise step.refuse("a setting is computed from the values of the input")
+            raise step.refuse("a setting depends on the values of the input")
         return value.item()
     return value[0] if isinstance(value, list) else value
 
 
 def option(step: Step, inputs: Sequence[Any], index: int, name: str) -> list[Any] | None:
-    """Return a list that newer operator sets pass as an input and older ones as an attribute."""
+    """Return a list that newer opsets pass as an input and older ones as an attribute."""
     if name in step.attributes:
         return list(step.attributes[name])
     value = inputs[index] if len(inputs) > index else None
@@ -106,5 +106,5 @@ def option(step: Step, inputs: Sequence[Any], index: int, name: str) -> list[Any
 
 
 def tensor(value: Any) -> Tensor:
-    """Return a shape as a tensor, a tensor as it is."""
+    """Return a shape as a tensor; a tensor is returned unchanged."""
     return value if isinstance(value, Tensor) else torch.tensor(value)

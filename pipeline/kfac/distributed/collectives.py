@@ -1,7 +1,7 @@
-"""Collectives as all parts use them, and what happens when another rank cannot be reached.
+"""Collectives, with one error for a lost connection.
 
-All are launched asynchronously and waited for: NCCL gives a handle, on which alone an error can be raised in
-this process (with ``TORCH_NCCL_BLOCKING_WAIT``), for asynchronous ones only.
+All are launched asynchronously and waited for: only asynchronous ones return the handle on which NCCL can
+raise an error in this process (with ``TORCH_NCCL_BLOCKING_WAIT``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ul2q.pipeline.errors import JobError
 
 @contextmanager
 def communication() -> Iterator[None]:
-    """Turn a failed collective into one clear message.
+    """Raise one clear error for a failed collective.
 
     Yields:
         Nothing.
@@ -32,9 +32,9 @@ def communication() -> Iterator[None]:
     except JobError:
         raise
     except RuntimeError as error:
-        # gloo says "[file.cc:line] what happened. Advice": the middle is enough
+        # gloo reports "[file.cc:line] reason. Advice": the reason is enough
         first = re.sub(r"^\[\S+:\d+\] ", "", str(error).splitlines()[0]).split(". ")[0]
-        raise JobError(f"rank {dist.get_rank()} lost the others, this run cannot go on: {first}") from error
+        raise JobError(f"rank {dist.get_rank()} lost its connection to the process group: {first}") from error
 
 
 def all_reduce(
@@ -42,13 +42,13 @@ def all_reduce(
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Put the sum (or what ``op`` says) over all ranks in place of ``values``, which is contiguous."""
+    """Reduce the contiguous ``values`` over all ranks in place, by default to the sum."""
     with communication():
         dist.all_reduce(values, op=op, group=group, async_op=True).wait()
 
 
 def all_gather(values: Tensor) -> list[Tensor]:
-    """Return the contiguous ``values`` of all ranks, of one shape."""
+    """Return the ``values`` of all ranks, which are contiguous and of one shape."""
     parts = [torch.empty_like(values) for _ in range(dist.get_world_size())]
     with communication():
         dist.all_gather(parts, values, async_op=True).wait()
@@ -57,7 +57,7 @@ def all_gather(values: Tensor) -> list[Tensor]:
 
 @torch.no_grad()
 def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Put the values of rank 0 in place of ``tensors``."""
+    """Replace the values of ``tensors`` by those of rank 0."""
     with communication():
         for tensor in tensors:
             values = tensor.detach().contiguous()
@@ -66,9 +66,9 @@ def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None)
 
 
 def new_group() -> dist.ProcessGroup:
-    """Return a group of all ranks that waits as long for one of them as the default group does.
+    """Return a new group of all ranks with the timeout of the default group; all ranks call this together.
 
-    All ranks together. Left to itself torch would take its own default, half an hour.
+    Without a timeout torch would use its own default, half an hour.
     """
     default = dist.distributed_c10d._get_default_group()
     waits = {default._get_backend(device).options._timeout for device in default._device_types}

@@ -1,4 +1,4 @@
-"""Stages 1 to 3 and 5 as the optimiser sees them: what the owners of units need, of one rank or of all."""
+"""Stages 1 to 3 and 5 of a step: statistics and gradients for the owners of units, on one rank or several."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ul2q.pipeline.kfac.options import Options
 
 
 class Collector:
-    """Records statistics on this rank and brings them, with the gradients, to the owners.
+    """Record statistics on this rank and reduce them, with the gradients, to the owners.
 
     Attributes:
         units: all units of the model.
-        own: those that this rank owns; on one rank all.
+        own: units that this rank owns; all of them on one rank.
         world: number of ranks P.
-        sampling_error: layer name -> relative error of A by using a share of the examples, where measured.
+        sampling_error: layer name -> relative error of A from a fraction of the examples, where measured.
     """
 
     def __init__(
@@ -37,17 +37,17 @@ class Collector:
         rows: bool,
         inverse_interval: int,
     ) -> None:
-        """Attach hooks, and join the other ranks of torch.distributed if there are any.
+        """Register hooks, and connect to the other ranks of torch.distributed if there are any.
 
         Args:
             model: the model.
             layers: the covered layers by name.
             options: settings.
-            rows: whether statistics may be kept as rows instead of matrices.
-            inverse_interval: steps between inversions, to balance the owners.
+            rows: allow statistics as rows instead of matrices.
+            inverse_interval: steps between inversions, for the cost of a unit.
 
         Raises:
-            UsageError: distributed work was asked for without a process group.
+            UsageError: distributed operation was requested without a process group.
         """
         self.units = units_of(model, layers)
         self.sampling_error: dict[str, float] = {}
@@ -58,7 +58,7 @@ class Collector:
         initialised = dist.is_available() and dist.is_initialized()
         if options.distributed and not initialised:
             raise UsageError(
-                "KFAC: distributed work was asked for: call torch.distributed.init_process_group"
+                "KFAC: distributed operation was requested: call torch.distributed.init_process_group"
             )
         if initialised and dist.get_world_size() > 1 and options.distributed is not False:
             self._connect(model, options, inverse_interval)
@@ -92,7 +92,7 @@ class Collector:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate only: gradients of backward passes inside are sent with those of the first one outside.
+        """Accumulate only: gradients of backward passes inside are sent with those of the next pass outside.
 
         Yields:
             Nothing.
@@ -107,14 +107,14 @@ class Collector:
         """Prepare for the batches of the next step.
 
         Args:
-            wanted: layers whose statistics are to be taken, the same on all ranks.
-            measure_error: measure the error of using a share of the examples.
+            wanted: layers whose statistics to record, the same on all ranks.
+            measure_error: measure the error of using a fraction of the examples.
         """
         self._recorder.start(wanted, measure_error=measure_error)
         self.discard()
 
     def discard(self) -> None:
-        """Forget what backward passes have brought since the last step; on all ranks together."""
+        """Discard the results of backward passes since the last step; all ranks call this together."""
         self._recorder.clear()
         self._arrived = {}
         if self._exchange is not None:
@@ -122,11 +122,11 @@ class Collector:
 
     @property
     def wanted(self) -> frozenset[str]:
-        """Layers whose statistics are being taken."""
+        """Layers whose statistics are being recorded."""
         return self._recorder.wanted
 
     def _agree(self) -> list[Form]:
-        """Return the form in which every unit's statistics travel this step, the same on all ranks."""
+        """Return the form in which every unit's statistics are sent in this step, the same on all ranks."""
         assert self._exchange is not None  # noqa: S101 (only called by it)
         rows = [0] * len(self.units)
         if self._recorder.wanted:
@@ -137,39 +137,39 @@ class Collector:
         return [form_of(unit, r, self._exchange.world, allow_rows=self._recorder.rows) for unit, r in pairs]
 
     def _contribution(self, index: int) -> Contribution:
-        """Return what this rank knows about a unit."""
+        """Return this rank's contribution to a unit."""
         unit = self.units[index]
         gradients = tuple(p.grad for p in unit.parameters)
         if unit.layer is None or unit.layer.name not in self._recorder.wanted:
             return Contribution(gradients)
-        found = self._recorder.records.get(unit.layer.name)
-        if found is None:
+        record = self._recorder.records.get(unit.layer.name)
+        if record is None:
             return Contribution(gradients, problem=PROBLEMS.absent)
-        if found.error is not None:
-            self.sampling_error[unit.layer.name] = found.error
-        problem = found.problem or (PROBLEMS.undifferentiated if found.sums is None else None)
-        return Contribution(gradients, found.sums, found.samples, found.used, problem)
+        if record.error is not None:
+            self.sampling_error[unit.layer.name] = record.error
+        problem = record.problem or (PROBLEMS.undifferentiated if record.sums is None else None)
+        return Contribution(gradients, record.sums, record.samples, record.used, problem)
 
     def collect(self, scale: float) -> dict[str, Contribution]:
-        """Statistics and gradients of the units that this rank owns, over all ranks.
+        """Reduce statistics and gradients over all ranks.
 
         Args:
-            scale: what the mean loss over all ranks was multiplied with in sum; divided out of the gradients.
+            scale: factor of the mean loss over all ranks; divided out of the gradients.
 
         Returns:
-            Contributions by the names of the units, with unnormalised statistics.
+            Contributions of the units that this rank owns, by name, with unnormalised statistics.
         """
         if self._exchange is None:
             parts = {index: self._contribution(index) for index in range(len(self.units))}
         else:
             parts = self._exchange.collect()
-        found = {}
+        totals = {}
         for index, part in parts.items():
             gradients = tuple(None if g is None else g if scale == 1 else g / scale for g in part.gradients)
-            found[self.units[index].name] = Contribution(
+            totals[self.units[index].name] = Contribution(
                 gradients, part.sums, part.samples, part.used, part.problem
             )
-        return found
+        return totals
 
     def total(self, values: Sequence[float]) -> list[float]:
         """Return the sums of a few numbers over all ranks."""
@@ -178,7 +178,7 @@ class Collector:
         return self._exchange.total(values)
 
     def share_parameters(self) -> None:
-        """Give all ranks the parameters as their owners have them."""
+        """Broadcast the parameters from their owners to all ranks."""
         if self._exchange is not None:
             self._exchange.share_parameters()
 
@@ -192,5 +192,5 @@ class Collector:
         return 0 if self._exchange is None else self._exchange.sent_bytes
 
     def remove_hooks(self) -> None:
-        """Detach from the model's modules."""
+        """Remove the hooks from the model."""
         self._recorder.remove()

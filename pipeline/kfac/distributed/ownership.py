@@ -1,7 +1,6 @@
-"""Units of ownership, and which rank owns which: the longest processing time first.
+"""Units of ownership and their assignment to ranks: longest-processing-time-first (LPT).
 
-A unit is what one rank preconditions and updates as a whole: a layer with curvature, or one parameter
-without.
+A unit is preconditioned and updated by one rank: a layer with curvature, or one parameter without.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ class Unit:
 
     Attributes:
         name: module name of the layer, or name of the parameter.
-        parameters: what is updated.
+        parameters: its parameters.
         layer: the layer, or None.
     """
 
@@ -31,7 +30,7 @@ class Unit:
 
 
 def units_of(model: nn.Module, layers: Mapping[str, Layer]) -> tuple[Unit, ...]:
-    """All units of a model, in the order of its parameters.
+    """Return all units of a model, in the order of its parameters.
 
     Args:
         model: the model.
@@ -52,7 +51,7 @@ def units_of(model: nn.Module, layers: Mapping[str, Layer]) -> tuple[Unit, ...]:
 
 
 def cost(unit: Unit, inverse_interval: int) -> float:
-    """Operations per step that the owner of a unit does: two inversions amortised, two products, the update.
+    """Return the operations per step for a unit: two inversions (amortised), two products, the update.
 
     Args:
         unit: the unit.
@@ -69,9 +68,9 @@ def cost(unit: Unit, inverse_interval: int) -> float:
 
 
 def assign(costs: Sequence[float], world: int) -> list[int]:
-    """Spread units over ranks: the dearest first, each to the rank with the least so far (LPT).
+    """Assign units to ranks by longest-processing-time-first (LPT).
 
-    The largest load is at most 4/3 of the best possible one (Graham 1969).
+    The largest load is at most 4/3 of the optimum (Graham 1969).
 
     Args:
         costs: cost of every unit.

@@ -1,10 +1,9 @@
 """Stages 3 and 5 of distributed K-FAC on torch.distributed: ReduceScatterV and AllGatherV.
 
-Every unit has one owner. Its statistics and gradients travel from all ranks to the owner, in buckets that
-are launched during the backward pass, as soon as all units of a bucket are ready, and always in the same
-order (the reverse of the model's). The owner adds them up in float32 or wider; every byte crosses the network
-once: (P - 1) times the segments of one rank in total, as in a ring. Updated weights come back by one
-broadcast per owner.
+Every unit has one owner, to which all ranks send its statistics and gradients: in buckets, during the
+backward pass, each as soon as all its units are ready, and always in the same order (the reverse of the
+model's). The owner adds them up in float32 or wider; every byte crosses the network once: (P - 1) times the
+segments of one rank in total, as in a ring. Updated weights return by one broadcast per owner.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from ul2q.pipeline.kfac.state import moved
 
 
 class _Bucket:
-    """Units that travel together.
+    """Units that are sent together.
 
     Attributes:
         units: indices of the units.
@@ -50,7 +49,7 @@ class Exchange:
         world: number of ranks P.
         rank: this rank.
         owners: owner of every unit.
-        sent_bytes: bytes that this rank has sent so far, without the few numbers that ranks agree upon.
+        sent_bytes: bytes that this rank has sent so far, without the few numbers of agreements.
     """
 
     def __init__(
@@ -63,20 +62,20 @@ class Exchange:
         dtype: torch.dtype | None,
         bucket_bytes: int,
     ) -> None:
-        """Make the process group of this optimiser; all ranks must do so together.
+        """Create the process group of this optimiser; all ranks must do so together.
 
         Args:
             units: all units.
             owners: the owner of every unit.
-            contribute: gives this rank's part of a unit, when it is launched.
-            agree: called on all ranks before the first launch of a step; gives the form of every unit.
+            contribute: returns this rank's part of a unit when it is launched.
+            agree: called on all ranks before the first launch of a step; returns the form of every unit.
             dtype: transport type; None sends every unit in the type of its parameters.
             bucket_bytes: buckets are closed when their gradients exceed this.
         """
         self.rank, self.world, self.owners = dist.get_rank(), dist.get_world_size(), tuple(owners)
         self._units, self._contribute, self._agree, self._dtype = tuple(units), contribute, agree, dtype
         self._group = new_group()
-        self._device = units[0].parameters[0].device  # where the backend can reach small numbers too
+        self._device = units[0].parameters[0].device  # small numbers must be on it too, for the backend
         self._buckets = [_Bucket(part) for part in _split(units, bucket_bytes)]
         self._bucket_of = {unit: bucket for bucket in self._buckets for unit in bucket.units}
         self._forms: list[Form] | None = None
@@ -85,7 +84,7 @@ class Exchange:
 
     @property
     def launched(self) -> int:
-        """Buckets of this step that are under way or done."""
+        """Number of buckets launched in this step."""
         return self._next
 
     def _type(self, unit: int) -> torch.dtype:
@@ -96,13 +95,13 @@ class Exchange:
         return segment_bytes(self._units[unit], self._forms[unit], self._type(unit))
 
     def ready(self, unit: int) -> None:
-        """Say that a unit's gradient of this step is complete; launches what can be launched.
+        """Mark a unit's gradient of this step as complete, and launch all buckets that are ready.
 
         Args:
             unit: index of the unit.
 
         Raises:
-            JobError: it was already sent: gradients of a further backward pass would be lost.
+            JobError: the gradient was already sent: those of a further backward pass would be lost.
         """
         bucket = self._bucket_of[unit]
         if bucket.work is not None:
@@ -129,15 +128,15 @@ class Exchange:
                 part = self._contribute(unit)
                 encode(self._units[unit], part, self._forms[unit], self._type(unit), send[start:stop])
                 start = stop
-            mine = sizes[self.rank]
-            bucket.received = torch.empty(mine * self.world, dtype=torch.uint8, device=self._device)
+            own_size = sizes[self.rank]
+            bucket.received = torch.empty(own_size * self.world, dtype=torch.uint8, device=self._device)
             bucket.work = dist.all_to_all_single(
-                bucket.received, send, [mine] * self.world, sizes, group=self._group, async_op=True
+                bucket.received, send, [own_size] * self.world, sizes, group=self._group, async_op=True
             )
-            self.sent_bytes += sum(sizes) - mine
+            self.sent_bytes += sum(sizes) - own_size
 
     def collect(self) -> dict[int, Contribution]:
-        """Launch what is left, wait for everything, add up, and be ready for the next step.
+        """Launch the remaining buckets, wait for all, add up, and reset for the next step.
 
         Returns:
             The sums over all ranks of the units that this rank owns.
@@ -165,7 +164,7 @@ class Exchange:
         return sums
 
     def restart(self) -> None:
-        """Forget what was launched since the last step, after completing it with the other ranks."""
+        """Complete the launched buckets with the other ranks and discard them."""
         if self.launched:
             self.collect()
         for bucket in self._buckets:
@@ -178,7 +177,7 @@ class Exchange:
         return numbers.tolist()
 
     def largest(self, values: Sequence[int]) -> list[int]:
-        """Return the largest of every one of a few numbers over all ranks."""
+        """Return the element-wise maximum of a few numbers over all ranks."""
         numbers = torch.tensor(values, dtype=torch.int64, device=self._device)
         all_reduce(numbers, dist.ReduceOp.MAX, self._group)
         return numbers.tolist()
@@ -188,13 +187,13 @@ class Exchange:
         with communication():
             pending = []
             for owner in range(self.world):
-                mine = [
+                own = [
                     p
                     for u, unit in enumerate(self._units)
                     if self.owners[u] == owner
                     for p in unit.parameters
                 ]
-                for same in _by_type(mine):
+                for same in _by_type(own):
                     flat = torch.cat([p.detach().reshape(-1) for p in same])
                     work = dist.broadcast(flat, src=owner, group=self._group, async_op=True)
                     self.sent_bytes += (self.world - 1) * flat.nbytes if owner == self.rank else 0
@@ -206,14 +205,14 @@ class Exchange:
                         p.detach().copy_(values.reshape(p.shape))
 
     def share_model(self, model: nn.Module) -> None:
-        """Give all ranks the parameters and buffers of rank 0."""
+        """Broadcast the parameters and buffers of rank 0."""
         broadcast([*model.parameters(), *model.buffers()], self._group)
 
     def gather(self, value: Mapping[str, object], to: int) -> list[Mapping[str, object]] | None:
-        """Collect one object per rank.
+        """Gather one object per rank.
 
         Args:
-            value: this rank's object; the tensors in it come on the CPU, as no other rank has this GPU.
+            value: this rank's object; its tensors are moved to the CPU, since other ranks lack this GPU.
             to: the rank that receives.
 
         Returns:
@@ -226,7 +225,7 @@ class Exchange:
 
 
 def _split(units: Sequence[Unit], bucket_bytes: int) -> Iterator[list[int]]:
-    """Yield indices of units that travel together, the last layers first."""
+    """Yield the indices of the units of every bucket, the last layers first."""
     part: list[int] = []
     size = 0
     for index in reversed(range(len(units))):

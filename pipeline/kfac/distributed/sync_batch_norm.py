@@ -1,6 +1,6 @@
 """Batch normalisation over the examples of all ranks, on any backend (torch's own needs a GPU).
 
-With it, training on P ranks gives the weights of one rank with the whole batch.
+Training on P ranks then gives the same weights as one rank with the whole batch.
 
 Shapes: ``n`` examples of a rank, ``c`` channels.
 """
@@ -18,7 +18,7 @@ from ul2q.pipeline.kfac.distributed.collectives import all_gather, all_reduce
 
 
 def combined(counts: Tensor, means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Count, mean and biased variance of the union of samples.
+    """Return count, mean and biased variance of the union of samples.
 
     Args:
         counts: sizes of the samples [P, 1].
@@ -54,7 +54,7 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor, *_: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient at x; the sums over the batch run over all ranks."""
+        """Return the gradient with respect to x, with the batch sums over all ranks."""
         x_hat, rstd, total = ctx.saved_tensors
         sums = torch.cat([g.sum((0, 2)), (g * x_hat).sum((0, 2))])
         all_reduce(sums)
@@ -63,7 +63,7 @@ class _Normalise(torch.autograd.Function):
 
 
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """Batch normalisation whose training statistics are those of all ranks; else like torch's.
+    """Batch normalisation with training statistics over all ranks; otherwise like torch's.
 
     Attributes:
         batch_statistics: mean and biased variance [c] of the last training batch.
@@ -73,7 +73,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 (torch's name)
         if input.dim() < 2:
-            raise ValueError(f"expected at least 2 dimensions, found {input.dim()}")
+            raise ValueError(f"expected at least 2 dimensions, got {input.dim()}")
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name)
         """Normalise [n, c, *positions].
@@ -89,8 +89,8 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         if not self.training or not dist.is_initialized() or dist.get_world_size() == 1:
             return super().forward(input)
         flat = input.reshape(input.shape[0], input.shape[1], -1)
-        wide = flat.float() if flat.dtype in (torch.float16, torch.bfloat16) else flat
-        x_hat, count, mean, variance = _Normalise.apply(wide, self.eps)
+        x = flat.float() if flat.dtype in (torch.float16, torch.bfloat16) else flat
+        x_hat, count, mean, variance = _Normalise.apply(x, self.eps)
         self.batch_statistics = (mean.detach(), variance.detach())
         self._track(float(count), mean, variance)
         if self.weight is not None:
@@ -99,7 +99,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     @torch.no_grad()
     def _track(self, count: float, mean: Tensor, variance: Tensor) -> None:
-        """Update the running statistics as torch does: with the unbiased variance."""
+        """Update the running statistics with the unbiased variance, as torch does."""
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked.add_(1)
@@ -110,9 +110,9 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def convert(model: nn.Module) -> nn.Module:
-    """Replace every BatchNorm1d, 2d and 3d of a model, in place; parameters, buffers and names stay the same.
+    """Replace every BatchNorm1d, 2d and 3d of a model in place; parameters, buffers and names stay the same.
 
-    Convert before making the optimiser.
+    Convert before constructing the optimiser.
 
     Args:
         model: the model.

@@ -1,9 +1,8 @@
-"""What one rank sends to the owner of a unit: statistics and gradient as bytes.
+"""Wire format of a unit's statistics and gradients, sent from a rank to the owner.
 
-A segment is a header of float64 numbers and the numbers themselves in the transport type: A and G as packed
-triangles (or as rows where that is smaller), 2x2 blocks as three numbers, then the gradients. Half precision
-types are scaled by a power of two per part, so that nothing overflows or vanishes; sums are formed in float32
-or wider by the owner.
+A segment is a float64 header and a payload in the transport type: A and G as packed triangles (or as rows
+where that is smaller), 2x2 blocks as three numbers, then the gradients. In half precision every part is
+scaled by a power of two against overflow and underflow; the owner sums in float32 or wider.
 
 Shapes: ``c`` groups, ``d`` and ``m`` dimensions of A and G.
 """
@@ -51,11 +50,11 @@ class Contribution:
 
 @dataclass(frozen=True)
 class Form:
-    """How a unit's statistics travel, agreed upon by all ranks.
+    """Form in which a unit's statistics are sent, agreed by all ranks.
 
     Attributes:
-        statistics: whether they travel at all.
-        a_rows: rows of A from every rank; 0 sends the triangle.
+        statistics: whether they are sent at all.
+        a_rows: rows of A per rank; 0 sends the triangle.
         g_rows: rows of G likewise.
     """
 
@@ -65,13 +64,13 @@ class Form:
 
 
 def form_of(unit: Unit, rows: int, world: int, *, allow_rows: bool) -> Form:
-    """The smallest form in which a unit's statistics can travel.
+    """Return the smallest form for a unit's statistics.
 
     Args:
         unit: the unit.
         rows: the largest number of rows (examples times positions) of any rank; 0 means no statistics.
         world: number of ranks.
-        allow_rows: whether rows are allowed at all.
+        allow_rows: allow statistics as rows.
 
     Returns:
         The form.
@@ -89,7 +88,7 @@ def _triangle(dim: int) -> int:
 
 
 def part_sizes(unit: Unit, form: Form) -> tuple[int, int, int]:
-    """Return the numbers in the parts of a segment: A (or 2x2 blocks), G, gradients."""
+    """Return the number of elements of each part of a segment: A (or 2x2 blocks), G, gradients."""
     gradients = sum(p.numel() for p in unit.parameters)
     if unit.layer is None or not form.statistics:
         return 0, 0, gradients
@@ -102,11 +101,11 @@ def part_sizes(unit: Unit, form: Form) -> tuple[int, int, int]:
 
 
 def segment_bytes(unit: Unit, form: Form, dtype: torch.dtype) -> int:
-    """Length of a segment in bytes, a multiple of 8.
+    """Return the length of a segment in bytes, a multiple of 8.
 
     Args:
         unit: the unit.
-        form: how its statistics travel.
+        form: form of its statistics.
         dtype: transport type.
 
     Returns:
@@ -117,7 +116,7 @@ def segment_bytes(unit: Unit, form: Form, dtype: torch.dtype) -> int:
 
 
 def _scaled(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, float]:
-    """Return values in the transport type, and the power of two that they were multiplied with."""
+    """Return values in the transport type and the power of two that scales them."""
     if dtype not in HALVES:
         return values.to(dtype), 1.0
     largest = float(values.abs().max()) if values.numel() else 0.0
@@ -128,16 +127,16 @@ def _scaled(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, float]:
 
 
 def _pack(moment: Moment, rows: int) -> Tensor:
-    """Return a moment as one line of numbers: padded rows, or triangles."""
+    """Return a moment as a flat vector: padded rows, or triangles."""
     if not rows:
         return linear_algebra.tri(moment.dense()).reshape(-1)
-    assert moment.rows is not None  # noqa: S101 (what all ranks together keep as rows, each one does)
+    assert moment.rows is not None  # noqa: S101 (each rank has rows if all together have)
     flat = moment.rows.reshape(-1)
     return torch.cat([flat, flat.new_zeros((rows - moment.rows.shape[0]) * moment.dim)])
 
 
 def _parts(unit: Unit, contribution: Contribution, form: Form) -> list[Tensor]:
-    """Return the three parts as lines of numbers; zeros for what is missing."""
+    """Return the three parts as flat vectors, with zeros for missing values."""
     sizes = part_sizes(unit, form)
     like = unit.parameters[0]
     parts = [like.new_zeros(size) for size in sizes[:2]]
@@ -156,10 +155,10 @@ def encode(unit: Unit, contribution: Contribution, form: Form, dtype: torch.dtyp
 
     Args:
         unit: the unit.
-        contribution: what this rank has.
-        form: how the statistics travel.
+        contribution: this rank's part.
+        form: form of the statistics.
         dtype: transport type.
-        out: the bytes to write, uint8 [segment_bytes].
+        out: output buffer, uint8 [segment_bytes].
     """
     sums, problem = contribution.sums, contribution.problem
     rows = sums.rows if isinstance(sums, KroneckerSums) else 0
@@ -181,7 +180,7 @@ def encode(unit: Unit, contribution: Contribution, form: Form, dtype: torch.dtyp
 
 
 def _decode_sums(unit: Unit, form: Form, parts: list[Tensor], rows: int) -> Sums:
-    """Return one rank's statistics out of its parts."""
+    """Return the statistics of one rank from its parts."""
     layer = unit.layer
     if not isinstance(layer, KroneckerLayer):
         return UnitSums(linear_algebra.untri(parts[0].reshape(-1, 3)))
@@ -201,7 +200,7 @@ def decode(unit: Unit, segments: Sequence[Tensor], form: Form, dtype: torch.dtyp
     Args:
         unit: the unit.
         segments: the bytes of every rank, uint8 [segment_bytes].
-        form: how the statistics travelled.
+        form: form of the statistics.
         dtype: transport type.
 
     Returns:
@@ -216,13 +215,13 @@ def decode(unit: Unit, segments: Sequence[Tensor], form: Form, dtype: torch.dtyp
         header = segment[: 8 * _HEADER].view(torch.float64).tolist()
         payload = segment[8 * _HEADER :].view(dtype)
         parts = payload[: sum(part_sizes(unit, form))].split(list(part_sizes(unit, form)))
-        wide = [part.to(compute) / scale for part, scale in zip(parts, header[6:], strict=True)]
+        decoded = [part.to(compute) / scale for part, scale in zip(parts, header[6:], strict=True)]
         samples, used, present = samples + int(header[0]), used + int(header[1]), present | int(header[4])
         problem = problem or (PROBLEMS[int(header[3]) - 1] if header[3] else None)
         if header[5]:
-            one = _decode_sums(unit, form, wide, int(header[2]))
+            one = _decode_sums(unit, form, decoded, int(header[2]))
             sums = one if sums is None else sums.plus(one)  # type: ignore[arg-type]
-        gradient = wide[2] if gradient is None else gradient + wide[2]
+        gradient = decoded[2] if gradient is None else gradient + decoded[2]
     assert gradient is not None  # noqa: S101 (there is at least one rank)
     pieces = gradient.split([p.numel() for p in unit.parameters])
     pairs = enumerate(zip(unit.parameters, pieces, strict=True))

@@ -14,8 +14,8 @@ from ul2q.pipeline.kfac.math import linear_algebra
 from ul2q.pipeline.kfac.math.statistics import UnitSums
 
 
-class _Kept(NamedTuple):
-    """What torch keeps of a batch normalisation for its gradient, and will not let change until then.
+class _Saved(NamedTuple):
+    """Tensors that torch saves for the gradient of a batch normalisation, protected from changes until then.
 
     Attributes:
         x: its input [n, c, *positions].
@@ -28,12 +28,12 @@ class _Kept(NamedTuple):
     rstd: Tensor
 
     @classmethod
-    def of(cls, x: Tensor, node: Any) -> _Kept | None:
-        """Return what ``node`` keeps, None where it is not torch's batch normalisation of just ``x``.
+    def of(cls, x: Tensor, node: Any) -> _Saved | None:
+        """Return the tensors saved by ``node``; None unless it is torch's batch normalisation of ``x``.
 
         Args:
             x: input of a batch normalisation in training mode.
-            node: what will compute the gradient of its output.
+            node: autograd node of its output.
         """
         if node is None or node.name() not in ("NativeBatchNormBackward0", "CudnnBatchNormBackward0"):
             return None
@@ -72,23 +72,23 @@ class BatchNormLayer:
         """Return the size of the channel dimension of an output."""
         return output.shape[1]
 
-    def inputs(self, x: Tensor, used: int, *, rows: bool, node: Any = None) -> Tensor | _Kept:  # noqa: ARG002
-        """x̂ of the batch, or what it can be formed from once it is needed.
+    def inputs(self, x: Tensor, used: int, *, rows: bool, node: Any = None) -> Tensor | _Saved:  # noqa: ARG002
+        """Return x̂ of the batch, or the saved tensors from which to compute it later.
 
         Args:
             x: input of the layer [n, c, *positions].
-            used: number of examples, the first ones, to return; all of them are normalised together.
-            rows: without meaning here.
-            node: what will compute the gradient of the layer's output.
+            used: number of leading examples to return; all of them are normalised together.
+            rows: ignored.
+            node: autograd node of the layer's output.
 
         Returns:
-            x̂ of the first ``used`` examples, or what torch keeps anyway.
+            x̂ of the first ``used`` examples, or the saved tensors.
         """
         module = self.module
         if not (module.training or module.running_mean is None or module.running_var is None):
             return linear_algebra.normalised(x[:used], module.eps, (module.running_mean, module.running_var))
-        if (kept := _Kept.of(x, node)) is not None:
-            return kept
+        if (saved := _Saved.of(x, node)) is not None:
+            return saved
         statistics = getattr(module, "batch_statistics", None)  # of a normalisation across ranks
         return linear_algebra.normalised(x, module.eps, statistics)[:used]
 
@@ -96,18 +96,18 @@ class BatchNormLayer:
         """Return 0: x̂ itself is exact."""
         return 0.0
 
-    def sums(self, inputs: Tensor | _Kept, g: Tensor, *, rows: bool) -> UnitSums:  # noqa: ARG002
-        """Statistics once the output gradient is known.
+    def sums(self, inputs: Tensor | _Saved, g: Tensor, *, rows: bool) -> UnitSums:  # noqa: ARG002
+        """Return the statistics of a call, once its output gradient is known.
 
         Args:
-            inputs: what :meth:`inputs` gave for the same call.
-            g: gradient of the loss with respect to the output, of the examples used.
-            rows: without meaning here.
+            inputs: result of :meth:`inputs` for the same call.
+            g: gradient of the loss with respect to the output, for the used examples.
+            rows: ignored.
 
         Returns:
-            The unnormalised statistics of this call.
+            The unnormalised statistics.
         """
-        x_hat = inputs.normalised(len(g)) if isinstance(inputs, _Kept) else inputs
+        x_hat = inputs.normalised(len(g)) if isinstance(inputs, _Saved) else inputs
         return UnitSums(linear_algebra.unit_moment_(x_hat, g))
 
     def joined(self) -> Tensor:

@@ -16,7 +16,7 @@ from ul2q.pipeline.kfac.math.linear_algebra import (
 )
 from ul2q.pipeline.kfac.math.statistics import KroneckerSums, UnitSums
 
-#: batch size n, and how many of its examples the statistics were formed from
+#: batch size n, and the number of its examples in the statistics
 Counts = tuple[int, int]
 
 
@@ -45,21 +45,21 @@ def _unpack_inverse(state: dict[str, Any]) -> Inverse:
 
 
 def _average(old: Moment | None, new: Moment, decay: float) -> Moment:
-    """Return decay·old + (1 − decay)·new; the newest alone where there is no old one or no decay."""
+    """Return decay·old + (1 − decay)·new, or ``new`` without an old value or decay."""
     if old is None or decay == 0:
         return new
     return Moment(matrix=torch.lerp(old.dense(), new.dense(), 1 - decay))
 
 
 class KroneckerCurvature:
-    """F ≈ G ⊗ A.
+    """Kronecker-factored curvature F ≈ G ⊗ A of one layer.
 
     Attributes:
         a: A, the mean over examples of Σ over positions of x̃x̃ᵀ; None before the first refresh.
         g: G, the mean over examples and positions of (n g)(n g)ᵀ.
         samples: examples in the newest statistics.
         positions: positions per example in them.
-        keep_history: keep the last two statistics besides the newest, for :meth:`changes`.
+        keep_history: store the last two statistics besides the newest, for :meth:`changes`.
         damping: λ of the inverses.
         step: step number of the newest statistics.
     """
@@ -81,12 +81,12 @@ class KroneckerCurvature:
         return self._inverses is not None
 
     def update(self, sums: KroneckerSums, counts: Counts, scale: float, decay: float, step: int) -> None:
-        """Take new statistics.
+        """Update the factors with new statistics.
 
         Args:
             sums: unnormalised statistics of the whole batch; they are normalised in place.
-            counts: its size, and how many of its examples were used.
-            scale: what the loss was multiplied with before it was differentiated.
+            counts: batch size, and number of examples used.
+            scale: factor of the differentiated loss.
             decay: weight of the old factors in the moving average.
             step: step number.
         """
@@ -99,42 +99,47 @@ class KroneckerCurvature:
             self._history = [(self.a, self.g), *self._history[:2]]
 
     def changes(self) -> tuple[float, float]:
-        """Return the relative change against the last and the last but one statistics, infinite without."""
-        found = [float("inf"), float("inf")]
+        """Return the relative changes since the last and the last but one statistics; infinite without."""
+        changes = [float("inf"), float("inf")]
         for k, (a, g) in enumerate(self._history[1:]):
             new_a, new_g = self._history[0]
-            found[k] = max(linear_algebra.relative_change(new_a, a), linear_algebra.relative_change(new_g, g))
-        return found[0], found[1]
+            changes[k] = max(
+                linear_algebra.relative_change(new_a, a), linear_algebra.relative_change(new_g, g)
+            )
+        return changes[0], changes[1]
 
     def invert(self, damping: float) -> str | None:
-        """Form the damped inverses (A + π√λ I)^-1 and (G + √λ/π I)^-1.
+        """Compute the damped inverses (A + π√λ I)^-1 and (G + √λ/π I)^-1.
 
         Args:
             damping: λ.
 
         Returns:
-            None, or what went wrong: a warning if the damping was raised; without inverses if nothing worked.
+            None, or a problem: the damping was raised, or there are no inverses.
         """
         assert self.a is not None  # noqa: S101 (the optimiser updates first)
         assert self.g is not None  # noqa: S101
         self.damping = damping
         pi = linear_algebra.pi_correction(self.a.trace(), self.a.dim, self.g.trace(), self.g.dim)
         wanted_a, wanted_g = pi * damping**0.5, damping**0.5 / pi
-        found_a, found_g = linear_algebra.invert(self.a, wanted_a), linear_algebra.invert(self.g, wanted_g)
-        if found_a is None or found_g is None:
+        inverse_a, inverse_g = (
+            linear_algebra.invert(self.a, wanted_a),
+            linear_algebra.invert(self.g, wanted_g),
+        )
+        if inverse_a is None or inverse_g is None:
             self._inverses = None
-            return f"factor {'A' if found_a is None else 'G'} has no Cholesky factorisation at any damping"
-        self._inverses = (found_a[0], found_g[0])
-        raised = max(float((found_a[1] / wanted_a).max()), float((found_g[1] / wanted_g).max()))
+            return f"factor {'A' if inverse_a is None else 'G'} has no Cholesky factorisation at any damping"
+        self._inverses = (inverse_a[0], inverse_g[0])
+        raised = max(float((inverse_a[1] / wanted_a).max()), float((inverse_g[1] / wanted_g).max()))
         return f"damping was raised {raised:.0f} times" if raised > 2 else None
 
     def precondition_(self, v: Tensor, spare: Tensor) -> None:
-        """Put G^-1 V A^-1 in place of V [c, m, d]; ``spare`` of the same shape is overwritten."""
+        """Replace V [c, m, d] by G^-1 V A^-1; ``spare`` of the same shape is overwritten."""
         assert self._inverses is not None  # noqa: S101 (callers ask ``ready``)
         linear_algebra.precondition_(v, *self._inverses, spare)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything as plain types and tensors, matrices packed."""
+        """Return the state as plain types and tensors, with packed matrices."""
         state: dict[str, Any] = {
             "samples": self.samples,
             "positions": self.positions,
@@ -153,7 +158,7 @@ class KroneckerCurvature:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Undo :meth:`state_dict`."""
+        """Load the result of :meth:`state_dict`."""
         self.samples, self.positions = state["samples"], state["positions"]
         self.damping, self.step = state["damping"], state["step"]
         self.a = _unpack_moment(state["a"]) if "a" in state else None
@@ -169,8 +174,8 @@ class UnitCurvature:
 
     Attributes:
         blocks: mean over examples of the outer products of (∂γ, ∂β) [c, 2, 2]; None before the first refresh.
-        diagonal: leave out the off-diagonal elements, as [K] does.
-        keep_history: keep the last two statistics besides the newest, for :meth:`changes`.
+        diagonal: drop the off-diagonal elements, as [K] does.
+        keep_history: store the last two statistics besides the newest, for :meth:`changes`.
         samples: examples in the newest statistics.
         damping: λ of the inverses.
         step: step number of the newest statistics.
@@ -192,7 +197,7 @@ class UnitCurvature:
         return self._inverse is not None
 
     def update(self, sums: UnitSums, counts: Counts, scale: float, decay: float, step: int) -> None:
-        """Take new statistics; arguments as for :meth:`KroneckerCurvature.update`."""
+        """Update the blocks with new statistics; arguments as for :meth:`KroneckerCurvature.update`."""
         n, used = counts
         new = sums.blocks * (n**2 / (used * scale**2))
         if self.diagonal:
@@ -203,14 +208,14 @@ class UnitCurvature:
             self._history = [self.blocks, *self._history[:2]]
 
     def changes(self) -> tuple[float, float]:
-        """Return the relative change against the last and the last but one statistics, infinite without."""
-        found = [float("inf"), float("inf")]
+        """Return the relative changes since the last and the last but one statistics; infinite without."""
+        changes = [float("inf"), float("inf")]
         for k, old in enumerate(self._history[1:]):
-            found[k] = linear_algebra.ratio(float((self._history[0] - old).norm()), float(old.norm()))
-        return found[0], found[1]
+            changes[k] = linear_algebra.ratio(float((self._history[0] - old).norm()), float(old.norm()))
+        return changes[0], changes[1]
 
     def invert(self, damping: float) -> str | None:
-        """Return None after forming (F + λI)^-1, or what went wrong."""
+        """Return the problem, or None once (F + λI)^-1 is computed."""
         assert self.blocks is not None  # noqa: S101 (the optimiser updates first)
         self.damping = damping
         inverse = linear_algebra.unit_inverse(self.blocks, damping)
@@ -218,13 +223,13 @@ class UnitCurvature:
         return None if self.ready else "its 2x2 blocks have no finite inverse"
 
     def precondition_(self, v: Tensor, spare: Tensor) -> None:
-        """Put (F + λI)^-1 v in place of v [c, 2]; ``spare`` of the same shape is overwritten."""
+        """Replace v [c, 2] by (F + λI)^-1 v; ``spare`` of the same shape is overwritten."""
         assert self._inverse is not None  # noqa: S101 (callers ask ``ready``)
         torch.bmm(self._inverse, v.unsqueeze(-1), out=spare.unsqueeze(-1))
         v.copy_(spare)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything as plain types and tensors."""
+        """Return the state as plain types and tensors."""
         state: dict[str, Any] = {"samples": self.samples, "damping": self.damping, "step": self.step}
         if self.blocks is not None:
             state["blocks"] = self.blocks
@@ -235,7 +240,7 @@ class UnitCurvature:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Undo :meth:`state_dict`."""
+        """Load the result of :meth:`state_dict`."""
         self.samples, self.damping, self.step = state["samples"], state["damping"], state["step"]
         self.blocks, self._inverse = state.get("blocks"), state.get("inverse")
         self._history = list(state.get("history", []))

@@ -1,10 +1,10 @@
-"""Capture of inputs and output gradients while the model runs.
+"""Hooks that record statistics of inputs and output gradients.
 
-A forward hook forms the input statistic at once, so that later in-place writes cannot reach it, and registers
-a *tensor* hook on the output. That hook sees the gradient of the value as it left the layer, also when an
-in-place activation follows, and fires before the gradient of the weight is accumulated. Nothing counts until
-the gradient has arrived: forwards in evaluation mode, without gradients, or never differentiated leave no
-trace.
+A forward hook computes the input statistic at once, so that later in-place writes do not affect it, and
+registers a *tensor* hook on the output. That hook gets the gradient of the layer's own output, also if an
+in-place activation follows, and fires before the gradient of the weight is accumulated. A call counts only
+once its gradient has arrived: forward passes in evaluation mode, without gradients, or never differentiated
+have no effect.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ul2q.pipeline.kfac.math.statistics import Sums
 
 
 class Problems(NamedTuple):
-    """Why statistics of a step cannot be used; the order is known to all ranks."""
+    """Reasons why the statistics of a step are unusable, in an order that all ranks share."""
 
     absent: str
     undifferentiated: str
@@ -47,16 +47,16 @@ def _full_precision(x: Tensor) -> Tensor:
 
 
 class Record:
-    """What one layer has collected since the last step.
+    """Statistics of one layer since the last step.
 
     A layer called K times within one backward pass counts its calls as positions: its examples count once.
 
     Attributes:
         sums: unnormalised statistics, None before the first gradient.
         samples: examples n whose gradients have arrived.
-        used: those of them that the statistics were formed from.
-        problem: why the statistics cannot be used, or None.
-        error: relative error of A by using a share of the examples, where it was measured.
+        used: examples in the statistics.
+        problem: why the statistics are unusable, or None.
+        error: relative error of A from a fraction of the examples, where measured.
     """
 
     def __init__(self) -> None:
@@ -89,10 +89,10 @@ class _Call(NamedTuple):
     """One forward pass of a layer, waiting for its gradient.
 
     Attributes:
-        inputs: statistic of the inputs, as the layer forms it.
+        inputs: statistic of the inputs, computed by the layer.
         samples: batch size.
         used: examples in ``inputs``.
-        error: relative error of A by using a share of the examples, where it was measured.
+        error: relative error of A from a fraction of the examples, where measured.
     """
 
     inputs: Any
@@ -106,12 +106,12 @@ class Recorder:
 
     Attributes:
         wanted: names of the layers to record.
-        records: what was collected, by layer name.
+        records: statistics by layer name.
         forward_rows: rows (examples times positions) of all forward passes since :meth:`start`, by layer
-            name: known before any gradient arrives, and never less than what the records hold.
-        rows: whether statistics may be kept as rows instead of matrices.
-        share: share of the examples of a batch to use.
-        measure_error: compare A of the share with that of all examples.
+            name: known before any gradient arrives, and at least the rows of the records.
+        rows: allow statistics as rows instead of matrices.
+        share: fraction of a batch's examples to use.
+        measure_error: compare A of the used examples with that of all.
         training_only: ignore layers in evaluation mode.
     """
 
@@ -130,22 +130,22 @@ class Recorder:
         ]
 
     def start(self, wanted: frozenset[str], *, measure_error: bool = False) -> None:
-        """Begin a new step.
+        """Start a new step.
 
         Args:
             wanted: names of the layers to record.
-            measure_error: compare A of a share of the examples with that of all.
+            measure_error: compare A of the used examples with that of all.
         """
         self.wanted, self.measure_error = wanted, measure_error
         self.forward_rows = {}
         self.clear()
 
     def clear(self) -> None:
-        """Forget what backward passes brought; a forward pass whose gradient is still to come counts on."""
+        """Discard the records; forward passes whose gradient is still to come remain valid."""
         self.records = {}
 
     def remove(self) -> None:
-        """Take the hooks off the model."""
+        """Remove the hooks from the model."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -163,7 +163,7 @@ class Recorder:
         return hook
 
     def _call(self, layer: Layer, x: Tensor, output: Tensor) -> _Call | None:
-        """Return what the gradient of an output will need, None without a batch dimension."""
+        """Return the statistic of the inputs of a call; None without a batch dimension."""
         used = max(1, round(self.share * x.shape[0])) if x.dim() else 0
         error = None
         try:

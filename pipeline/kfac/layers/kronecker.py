@@ -1,7 +1,7 @@
-"""Which layers K-FAC covers, and how their inputs and output gradients become statistics.
+"""Layers that K-FAC covers, and the statistics of their inputs and output gradients.
 
-A layer type is added by a function with the decorator :func:`covers`; whatever cannot be treated correctly
-raises :class:`Uncovered` with the reason, and its parameters take the plain gradient.
+A layer type is added by a function with the decorator :func:`covers`. A module that cannot be treated
+correctly raises :class:`Uncovered` with the reason, and its parameters are updated by the plain gradient.
 
 Shapes: ``c`` groups, ``m`` outputs and ``d`` inputs of a group (with the bias column), ``n`` examples,
 ``r`` rows (examples times positions).
@@ -28,8 +28,8 @@ from ul2q.pipeline.kfac.math.patches import Geometry, patch_rows
 from ul2q.pipeline.kfac.math.statistics import KroneckerSums
 
 
-class Uncovered(Exception):  # noqa: N818 (an answer rather than an error)
-    """The layer is left to the plain gradient; the message is the reason."""
+class Uncovered(Exception):  # noqa: N818 (a result rather than an error)
+    """The layer is updated by the plain gradient; the message is the reason."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,8 +42,8 @@ class KroneckerLayer:
         module: the module.
         weight: its trainable weight (the original behind a parametrisation).
         bias: its trainable bias, or None.
-        geometry: how a convolution walks, zero padding only; None for a linear layer.
-        pad_mode: padding mode other than zeros, with its widths (left, right, top, bottom), or None.
+        geometry: geometry of a convolution, with zero padding only; None for a linear layer.
+        pad_mode: another padding mode than zeros with its widths (left, right, top, bottom), or None.
     """
 
     name: str
@@ -86,13 +86,13 @@ class KroneckerLayer:
         return output.shape[-1 if self.geometry is None else 1]
 
     def inputs(self, x: Tensor, used: int, *, rows: bool, node: Any = None) -> Moment:  # noqa: ARG002
-        """Second moment of the inputs.
+        """Return the second moment of the inputs.
 
         Args:
             x: input of the layer, batch first.
-            used: number of examples, the first ones, to form it from.
-            rows: allow the rows themselves where they are smaller.
-            node: without meaning here.
+            used: number of leading examples to use.
+            rows: allow the rows themselves where these are smaller.
+            node: ignored.
 
         Returns:
             Σ x̃x̃ᵀ, dimension d.
@@ -119,21 +119,21 @@ class KroneckerLayer:
         return Moment(matrix=convolution.input_moment(x, self.geometry, bias))
 
     def input_error(self, x: Tensor, used: int) -> float:
-        """Return the relative error ‖A_used − A‖ / ‖A‖ of A formed from the first ``used`` examples."""
+        """Return the relative error ‖A_used − A‖ / ‖A‖ of A from the first ``used`` examples."""
         whole = self.inputs(x, x.shape[0], rows=False).dense() / x.shape[0]
         part = self.inputs(x, used, rows=False).dense() / used
         return float((part - whole).norm() / whole.norm())
 
     def sums(self, inputs: Moment, g: Tensor, *, rows: bool) -> KroneckerSums:
-        """Statistics once the output gradient is known.
+        """Return the statistics of a call, once its output gradient is known.
 
         Args:
-            inputs: what :meth:`inputs` gave for the same call.
+            inputs: result of :meth:`inputs` for the same call.
             g: gradient of the loss with respect to the output.
             rows: allow rows where they are smaller.
 
         Returns:
-            The unnormalised statistics of this call.
+            The unnormalised statistics.
         """
         m = self.dims[1]
         channels_last = g if self.geometry is None else self._map(g).permute(0, 2, 3, 1)
@@ -156,7 +156,7 @@ class KroneckerLayer:
         return self.weight.new_empty(self.groups, m, d)
 
     def split(self, matrix: Tensor) -> tuple[Tensor, ...]:
-        """Return a view of a contiguous [c, m, d] for every one of ``parameters``."""
+        """Return a view of a contiguous [c, m, d] for each of ``parameters``."""
         rows = matrix.view(-1, matrix.shape[-1])
         if self.bias is None:
             return (rows.view(self.weight.shape),)
@@ -186,21 +186,21 @@ def covers(*types: type[nn.Module]) -> Callable[[Callable[[str, Any], Layer]], C
 
 
 def trainable(module: nn.Module, name: str, shape: tuple[int, ...]) -> nn.Parameter | None:
-    """The parameter that trains ``module.<name>``, looking through a straight-through parametrisation.
+    """Return the parameter that trains ``module.<name>``, also behind a straight-through parametrisation.
 
-    A parametrisation of torch.nn.utils.parametrize is taken to pass its gradient straight through, so that
-    the gradient of the original is that of the effective tensor.
+    A parametrisation of torch.nn.utils.parametrize is assumed to pass its gradient straight through: the
+    gradient of the original is that of the effective tensor.
 
     Args:
         module: the layer.
         name: ``weight`` or ``bias``.
-        shape: shape that the parameter must have.
+        shape: required shape of the parameter.
 
     Returns:
-        The parameter, or None where there is none or it is frozen.
+        The parameter; None if there is none or it is frozen.
 
     Raises:
-        Uncovered: the tensor is computed from something else than one tensor of its own shape.
+        Uncovered: the tensor is not computed from one tensor of its own shape.
     """
     parameter = module._parameters.get(name)
     if parametrize.is_parametrized(module, name):
@@ -214,7 +214,7 @@ def trainable(module: nn.Module, name: str, shape: tuple[int, ...]) -> nn.Parame
     elif parameter is None and getattr(module, name, None) is not None:
         raise Uncovered(f"its {name} is computed, not a parameter")
     if isinstance(parameter, UninitializedParameter):
-        raise Uncovered("it is lazy: run the model once before making the optimiser")
+        raise Uncovered("it is lazy: run the model once before constructing the optimiser")
     if parameter is None or not parameter.requires_grad:
         return None
     if tuple(parameter.shape) != shape:
@@ -258,7 +258,7 @@ def _batch_norm(name: str, module: nn.modules.batchnorm._BatchNorm) -> Layer:
 
 
 def build(name: str, module: nn.Module) -> Layer:
-    """Describe one module.
+    """Return the layer of one module.
 
     Args:
         name: its name in the model.
@@ -290,7 +290,7 @@ def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[nn.Paramete
 
 
 def find_layers(model: nn.Module) -> tuple[dict[str, Layer], dict[str, str]]:
-    """All layers of a model that K-FAC covers.
+    """Return all layers of a model that K-FAC covers.
 
     Args:
         model: the model.

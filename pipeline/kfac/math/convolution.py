@@ -1,8 +1,8 @@
-"""Factor A of a convolution: exact second moments of its patches, four ways, and a model of their cost.
+"""Factor A of a convolution: four exact methods for the second moment of its patches, and their cost model.
 
 ``unfold`` copies the patches and multiplies; ``blocks`` multiplies shifted views, one pair of kernel offsets
 at a time; ``rows`` (:mod:`.patch_rows`) multiplies input rows, unfolded in one direction; ``lags``
-(:mod:`.patch_correlation`) needs one large product for every difference of offsets.
+(:mod:`.patch_correlation`) needs one large product per difference of offsets.
 Shapes as in :mod:`ul2q.pipeline.kfac.math.patches`.
 """
 
@@ -19,7 +19,7 @@ from ul2q.pipeline.kfac.math.patches import Geometry, patch_sums, weight_order, 
 
 
 def moment_unfold(x: Tensor, geo: Geometry) -> Tensor:
-    """Second moment of the patches by copying them.
+    """Return the second moment of the patches, from a copy of them.
 
     Args:
         x: input [n, C, H, W].
@@ -34,7 +34,7 @@ def moment_unfold(x: Tensor, geo: Geometry) -> Tensor:
 
 
 def moment_blocks(x: Tensor, geo: Geometry) -> Tensor:
-    """The same for one group, by one product for every pair of kernel offsets (i <= j).
+    """Return the same for one group, by one product per pair of kernel offsets (i <= j).
 
     Args:
         x: input [n, C, H, W].
@@ -58,7 +58,7 @@ METHODS = tuple(_MOMENTS)
 
 
 def _products_ns(flops: float, inner: float) -> float:
-    """Return the time of products whose smaller side is ``inner``: 100 flop/ns, less for narrow ones."""
+    """Return the time of products whose smaller side is ``inner``: 100 flop/ns, less if narrow."""
     return flops / 100 * (1 + 16 / inner)
 
 
@@ -75,7 +75,7 @@ def _rows_ns(shape: tuple[int, int, int, int], geo: Geometry) -> float:
 
 
 def estimate_ns(method: str, shape: tuple[int, int, int, int], geo: Geometry) -> float:
-    """Rough time of one method on one core; only its order matters.
+    """Return a rough time of one method on one core; only the ranking matters.
 
     The constants (copying an element 1.2 ns, a call 10 µs, an element of the result 2 ns) were fitted to
     an x86 core with AVX2 for 3x3 and 5x5 kernels, 3 to 512 channels.
@@ -116,13 +116,13 @@ def cheapest(shape: tuple[int, int, int, int], geo: Geometry) -> str:
 
 
 def input_moment(x: Tensor, geo: Geometry, bias: bool, method: str | None = None) -> Tensor:
-    """Second moment of the patches of a convolution, with the constant 1 of the bias.
+    """Return the second moment of the patches of a convolution, with the constant 1 of the bias.
 
     Args:
         x: input [n, C, H, W].
         geo: geometry of c groups.
         bias: the last row and column belong to the bias.
-        method: one of ``METHODS``; None takes the cheapest.
+        method: one of ``METHODS``; None chooses the cheapest.
 
     Returns:
         Σ over examples and positions of x̃x̃ᵀ [c, d, d], d counting the bias.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 def tri(matrix: Tensor) -> Tensor:
-    """Pack symmetric matrices: their lower triangles, row by row.
+    """Pack the lower triangles of symmetric matrices, row by row.
 
     Args:
         matrix: symmetric matrices [c, d, d].
@@ -33,7 +33,7 @@ def tri(matrix: Tensor) -> Tensor:
 
 
 def untri(packed: Tensor) -> Tensor:
-    """Undo :func:`tri`.
+    """Unpack the result of :func:`tri`.
 
     Args:
         packed: lower triangles [c, d(d+1)/2], row by row.
@@ -47,7 +47,7 @@ def untri(packed: Tensor) -> Tensor:
     length = packed.shape[-1]
     d = int(((8 * length + 1) ** 0.5 - 1) / 2 + 0.5)
     if d * (d + 1) // 2 != length:
-        raise ValueError(f"{length} numbers are no packed triangle")
+        raise ValueError(f"{length} numbers are not a packed triangle")
     i, j = torch.tril_indices(d, d, device=packed.device)
     matrix = packed.new_empty(packed.shape[0], d, d)
     matrix[:, i, j] = matrix[:, j, i] = packed
@@ -56,21 +56,21 @@ def untri(packed: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Moment:
-    """A second moment Σ x xᵀ, held as the matrix or, where that is smaller, as the rows x themselves.
+    """A second moment Σ x xᵀ, stored as the matrix or, where smaller, as the rows x themselves.
 
     Attributes:
         matrix: Σ x xᵀ [c, d, d], or None.
-        rows: the rows x [r, d] of a layer with one group, or None. Exactly one of the two is given.
+        rows: the rows x [r, d] of a layer with one group, or None. Exactly one of the two is set.
     """
 
     matrix: Tensor | None = None
     rows: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Check that one form is given.
+        """Check that one form is set.
 
         Raises:
-            ValueError: both forms are given, or none.
+            ValueError: both forms are set, or none.
         """
         if (self.matrix is None) == (self.rows is None):
             raise ValueError("a moment has either a matrix or rows")
@@ -83,7 +83,7 @@ class Moment:
     @property
     def _tensor(self) -> Tensor:
         tensor = self.matrix if self.rows is None else self.rows
-        assert tensor is not None  # noqa: S101 (checked when made)
+        assert tensor is not None  # noqa: S101 (checked on construction)
         return tensor
 
     def dense(self) -> Tensor:
@@ -104,7 +104,7 @@ class Moment:
         return self
 
     def plus(self, other: Moment) -> Moment:
-        """Return the sum; rows stay rows while that is the cheaper form."""
+        """Return the sum, as rows while these are cheaper."""
         if self.rows is not None and other.rows is not None:
             rows = torch.cat([self.rows, other.rows])
             return Moment(rows=rows) if prefer_rows(*rows.shape) else Moment(matrix=gram(rows)[None])
@@ -112,7 +112,7 @@ class Moment:
 
 
 def relative_change(new: Moment, old: Moment) -> float:
-    """‖new − old‖_F / ‖old‖_F; with rows, from inner products of rows alone.
+    """Return ‖new − old‖_F / ‖old‖_F; for rows, from their inner products.
 
     Args:
         new: a moment of dimension d.
@@ -148,12 +148,12 @@ def prefer_rows(r: int, d: int) -> bool:
 
 
 def gram(rows: Tensor) -> Tensor:
-    """Return the sum of outer products of the rows [r, d], [d, d]."""
+    """Return the sum of outer products [d, d] of the rows [r, d]."""
     return rows.T @ rows
 
 
 def linear_rows(x: Tensor, bias: bool) -> Tensor:
-    """Rows x̃ of a linear layer.
+    """Return the rows x̃ of a linear layer.
 
     Args:
         x: inputs [n, ..., d]; all dimensions between the first and the last are positions.
@@ -167,7 +167,7 @@ def linear_rows(x: Tensor, bias: bool) -> Tensor:
 
 
 def output_moment(g: Tensor, groups: int = 1) -> Tensor:
-    """Second moment of output gradients, summed over examples and positions.
+    """Return the second moment of output gradients, summed over examples and positions.
 
     Args:
         g: output gradients, channels second: [n, c·m, *positions] ([n, m] for a linear layer).
@@ -178,7 +178,7 @@ def output_moment(g: Tensor, groups: int = 1) -> Tensor:
     """
     n, m = g.shape[0], g.shape[1] // groups
     positions = g.numel() // (n * g.shape[1])
-    if positions >= 4 * m:  # products of single examples are less to write than a transposed copy
+    if positions >= 4 * m:  # products of single examples write less than a transposed copy
         rows = g.reshape(n * groups, m, positions)
         return (rows @ rows.mT).view(n, groups, m, m).sum(0)
     rows = g.transpose(0, 1).reshape(groups, m, -1)
@@ -186,7 +186,7 @@ def output_moment(g: Tensor, groups: int = 1) -> Tensor:
 
 
 def pi_correction(trace_a: Tensor, dim_a: int, trace_g: Tensor, dim_g: int) -> Tensor:
-    """π of the factored damping: sqrt((tr A / dim A) / (tr G / dim G)), 1 where a trace vanishes.
+    """Return π of the factored damping: sqrt((tr A / dim A) / (tr G / dim G)), 1 where a trace vanishes.
 
     Args:
         trace_a: traces of A [c].
@@ -203,7 +203,7 @@ def pi_correction(trace_a: Tensor, dim_a: int, trace_g: Tensor, dim_g: int) -> T
 
 @dataclass(frozen=True)
 class DenseInverse:
-    """A damped inverse held as a matrix.
+    """A damped inverse as a matrix.
 
     Attributes:
         matrix: (M + δI)^-1 [c, d, d].
@@ -212,11 +212,11 @@ class DenseInverse:
     matrix: Tensor
 
     def left(self, v: Tensor, spare: Tensor) -> tuple[Tensor, Tensor]:
-        """Return M^-1 v for v [c, d, k], and a tensor to overwrite; likewise ``v`` and ``spare`` may be."""
+        """Return M^-1 v for v [c, d, k] and a tensor for reuse; ``v`` and ``spare`` may be overwritten."""
         return torch.bmm(self.matrix, v, out=spare), v
 
     def right(self, v: Tensor, spare: Tensor) -> tuple[Tensor, Tensor]:
-        """Return v M^-1 for v [c, k, d], and a tensor to overwrite."""
+        """Return v M^-1 for v [c, k, d] and a tensor for reuse."""
         return torch.bmm(v, self.matrix, out=spare), v
 
 
@@ -255,23 +255,23 @@ class LowRankInverse:
 Inverse = DenseInverse | LowRankInverse
 
 
-def _ladder(matrix: Tensor, damping: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (matrix, damping) to try in turn: as is, in float64, with the damping raised ever more."""
+def _fallbacks(matrix: Tensor, damping: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (matrix, damping) to try in turn: as it is, in float64, with increasing damping."""
     if matrix.dtype != torch.float64:
         yield matrix, damping
-    wide, floor = matrix.double(), damping.double()
-    # A damping of exactly zero cannot be raised by multiplication: start from rounding error of the trace.
-    trace = wide.diagonal(dim1=-2, dim2=-1).mean(-1)
+    matrix64, floor = matrix.double(), damping.double()
+    # A damping of zero cannot be raised by multiplication: start from the rounding error of the trace.
+    trace = matrix64.diagonal(dim1=-2, dim2=-1).mean(-1)
     floor_raised = torch.maximum(floor, trace * torch.finfo(torch.float64).eps)
-    yield wide, floor
+    yield matrix64, floor
     for raise_by in (10.0, 100.0, 1000.0):
-        yield wide, floor_raised * raise_by
+        yield matrix64, floor_raised * raise_by
 
 
 def damped_inverse(matrix: Tensor, damping: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Invert M + δI by Cholesky, with a ladder of fallbacks.
+    """Invert M + δI by Cholesky, with fallbacks.
 
-    The ladder: the given precision, float64, float64 with δ raised 10, 100 and 1000 times.
+    The fallbacks: the precision of the matrix, float64, float64 with δ raised 10, 100 and 1000 times.
 
     Args:
         matrix: symmetric positive semi-definite matrices M [c, d, d].
@@ -279,11 +279,11 @@ def damped_inverse(matrix: Tensor, damping: Tensor) -> tuple[Tensor, Tensor] | N
 
     Returns:
         The inverses [c, d, d], exactly symmetric, in the dtype of ``matrix``, and the damping used [c]; None
-        if the whole ladder failed (for example on NaN).
+        if all fallbacks failed (for example on NaN).
     """
     if not bool(torch.isfinite(matrix.sum())):
         return None
-    for attempt, delta in _ladder(matrix, damping):
+    for attempt, delta in _fallbacks(matrix, damping):
         shifted = attempt.clone()
         shifted.diagonal(dim1=-2, dim2=-1).add_(delta[:, None])
         lower, info = torch.linalg.cholesky_ex(shifted)
@@ -300,47 +300,47 @@ def damped_inverse(matrix: Tensor, damping: Tensor) -> tuple[Tensor, Tensor] | N
 
 
 def invert(moment: Moment, damping: Tensor) -> tuple[Inverse, Tensor] | None:
-    """Damped inverse of a moment in whichever form it is held.
+    """Return the damped inverse of a moment in either form.
 
     Args:
         moment: M, of c groups.
         damping: δ of every group [c].
 
     Returns:
-        The inverse of M + δI and the damping used [c], or None where no rung of the ladder worked.
+        The inverse of M + δI and the damping used [c], or None if all fallbacks failed.
     """
     if moment.rows is not None and bool(damping > 0):
         core = damped_inverse((moment.rows @ moment.rows.T)[None], damping)
         if core is None:
             return None
         return LowRankInverse(moment.rows, core[0][0], core[1].item()), core[1]
-    found = damped_inverse(moment.dense(), damping)
-    return None if found is None else (DenseInverse(found[0]), found[1])
+    result = damped_inverse(moment.dense(), damping)
+    return None if result is None else (DenseInverse(result[0]), result[1])
 
 
 def precondition_(v: Tensor, a_inverse: Inverse, g_inverse: Inverse, spare: Tensor) -> None:
-    """Put G^-1 V A^-1, equation (8) of [K], in place of V.
+    """Replace V by G^-1 V A^-1, equation (8) of [K].
 
-    All large results go where there is memory already: new memory on every step takes the system time.
+    Large results are written to existing memory, since allocating it in every step takes time.
 
     Args:
         v: gradient of the weight, with the bias as last column [c, m, d], contiguous.
         a_inverse: damped inverse of A, dimension d.
         g_inverse: damped inverse of G, dimension m.
-        spare: another tensor of the shape of ``v``, to be overwritten.
+        spare: scratch memory of the shape of ``v``.
     """
-    found, _ = g_inverse.left(*a_inverse.right(v, spare))
-    if found is not v:
-        v.copy_(found)
+    product, _ = g_inverse.left(*a_inverse.right(v, spare))
+    if product is not v:
+        v.copy_(product)
 
 
 def normalised(x: Tensor, eps: float, stats: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """x̂ of batch normalisation.
+    """Return x̂ of batch normalisation.
 
     Args:
         x: inputs [n, c, *positions].
         eps: the layer's ε.
-        stats: mean and biased variance [c] to normalise with; None takes those of x.
+        stats: mean and biased variance [c] to normalise with; None uses those of x.
 
     Returns:
         (x − mean) / sqrt(var + ε), shape of x.
@@ -351,7 +351,7 @@ def normalised(x: Tensor, eps: float, stats: tuple[Tensor, Tensor] | None = None
 
 
 def unit_moment_(x_hat: Tensor, g: Tensor) -> Tensor:
-    """Second moments of the per-example gradients (∂γ, ∂β) of every channel of a batch normalisation.
+    """Return the second moments of per-example gradients (∂γ, ∂β) of the channels of a batch normalisation.
 
     Args:
         x_hat: normalised inputs [n, c, *positions], overwritten.
@@ -366,7 +366,7 @@ def unit_moment_(x_hat: Tensor, g: Tensor) -> Tensor:
 
 
 def unit_inverse(blocks: Tensor, damping: float) -> Tensor:
-    """Damped inverses of 2x2 blocks, in closed form.
+    """Return the damped inverses of 2x2 blocks, in closed form.
 
     Args:
         blocks: symmetric positive semi-definite [c, 2, 2].

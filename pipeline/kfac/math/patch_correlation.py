@@ -1,10 +1,22 @@
-"""Second moment of the patches of a convolution from correlations of its input map with itself.
+"""Second moment of the patches of a convolution, by autocorrelation of its input map.
 
-Two kernel offsets see the same products but for the borders: their block is the correlation of the map
-with itself at their difference (the lag), over the rows and columns that the first offset visits. So every
-lag takes one correlation per row, and its blocks are sums over the visited rows, minus strips of left-out
-columns, plus the corners that both count. A 3x3 kernel takes 13 large products instead of 45, a 5x5 kernel 41
-instead of 325. A stride s splits the map into s² sub-maps ("phases") and correlates those.
+The block of two kernel offsets is the correlation of the map with itself at their difference, the *lag*, over
+the positions that the first offset visits. All pairs of offsets of one lag sum the same products, except at
+the borders. A 3x3 kernel on a 5x5 map at lag (0, 1), where P[y, x] = X[y, x] X[y, x + 1]ᵀ::
+
+    offsets (0,0) and (0,1)     offsets (1,1) and (1,2)
+        x 0 1 2 3                   x 0 1 2 3
+      y 0 ■ ■ ■ c                 y 0 + r r r          ■  visited by the first offset
+        1 ■ ■ ■ c                   1 c ■ ■ ■          r  row left out
+        2 ■ ■ ■ c                   2 c ■ ■ ■          c  column left out
+        3 r r r +                   3 c ■ ■ ■          +  both left out
+        4 r r r +                   4 + r r r
+
+    block = Σ ■ P  =  Σ P over visited rows (■ c)  −  Σ P over left-out columns (c +)  +  Σ P over corners (+)
+
+So a lag needs one product per row, one per left-out column and one per corner, whatever the number of its
+pairs. A 3x3 kernel takes 13 lags instead of 45 pairs, a 5x5 kernel 41 instead of 325. A stride s splits the
+map into s² sub-maps ("phases"), which are correlated with each other.
 
 Shapes as in :mod:`ul2q.pipeline.kfac.math.patches`; ``taps`` is kh·kw.
 """
@@ -24,20 +36,20 @@ from ul2q.pipeline.kfac.math.patches import Geometry, Pair, weight_order
 
 @dataclass(frozen=True)
 class _Lag:
-    """All pairs of kernel offsets that see one correlation.
+    """All pairs of kernel offsets with one lag.
 
-    Only rows and columns of the first sub-map count whose partner at the lag lies inside the second one.
+    Rows and columns are those of the first sub-map whose partner at the lag lies inside the second one.
 
     Attributes:
         first: phase (row, column) of the first offsets.
         second: phase of the second offsets.
         lag: rows >= 0 and columns from the first to the second, in steps of the sub-map.
         members: pairs (i, j) of offsets.
-        rows_in: for every member, 1 for the rows that its first offset visits.
+        rows_in: for every member, 1 at the rows that its first offset visits, else 0.
         border: rows that at least one member leaves out, as spans (start, stop).
-        border_out: for every member, 1 for those of them that it leaves out.
-        columns: border columns likewise, as spans.
-        columns_out: for every member, 1 for those of them that it leaves out.
+        border_out: for every member, 1 at the border rows that it leaves out.
+        columns: columns that at least one member leaves out, as spans.
+        columns_out: for every member, 1 at the border columns that it leaves out.
     """
 
     first: Pair
@@ -53,7 +65,7 @@ class _Lag:
 
 @dataclass(frozen=True)
 class LagPlan:
-    """The products to form for one geometry and one map size.
+    """The correlations of one geometry and map size.
 
     Attributes:
         size: rows and columns of a sub-map.
@@ -64,7 +76,7 @@ class LagPlan:
     lags: tuple[_Lag, ...]
 
     def positions(self) -> int:
-        """Return the number of positions that all correlations, strips and corners run over."""
+        """Return the number of positions in all correlations, strips and corners."""
         total = 0
         for entry in self.lags:
             height, width = self.size[0] - entry.lag[0], self.size[1] - abs(entry.lag[1])
@@ -79,7 +91,7 @@ def _left_out(start: int, count: int, inside: range) -> frozenset[int]:
 
 
 def _spans(sets: list[frozenset[int]]) -> tuple[tuple[Pair, ...], tuple[tuple[float, ...], ...]]:
-    """Return the union of the sets as spans, and for every set 1 where it holds an element of it."""
+    """Return the union of the sets as spans, and for every set its indicator on the union."""
     union = sorted(frozenset().union(*sets))
     starts = [i for i in union if i - 1 not in union]
     stops = [i + 1 for i in union if i + 1 not in union]
@@ -96,7 +108,7 @@ def lag_plan(geo: Geometry, height: int, width: int) -> LagPlan:
         width: W.
 
     Returns:
-        The plan; pairs that never see a product are not in it.
+        The plan, without pairs that have no common position.
     """
     (sy, sx), out = geo.stride, geo.output(height, width)
     size = (-(-height // sy), -(-width // sx))
@@ -128,14 +140,14 @@ def lag_plan(geo: Geometry, height: int, width: int) -> LagPlan:
 
 @dataclass(frozen=True)
 class _Masks:
-    """The numbers of one lag as tensors.
+    """Members and masks of one lag as tensors.
 
     Attributes:
         first: first offset of every member [members].
         second: second offset of every member [members].
-        rows_in: which rows a member visits [members, rows].
-        columns_out: which border columns it leaves out [members, columns].
-        corners_out: which border elements it leaves out [members, columns·rows].
+        rows_in: rows that a member visits [members, rows].
+        columns_out: border columns that it leaves out [members, columns].
+        corners_out: corners that it leaves out [members, columns·rows].
     """
 
     first: Tensor
@@ -149,28 +161,28 @@ class _Masks:
 def _masks(
     geo: Geometry, height: int, width: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[_Masks, ...]:
-    """Return the numbers of all lags of a plan as tensors."""
-    found = []
+    """Return the masks of all lags of a plan."""
+    masks = []
     for entry in lag_plan(geo, height, width).lags:
         first, second = torch.tensor(entry.members, device=device).T
         rows_in = torch.tensor(entry.rows_in, dtype=dtype, device=device)
         border = torch.tensor(entry.border_out, dtype=dtype, device=device)
         columns = torch.tensor(entry.columns_out, dtype=dtype, device=device)
         corners = (columns[:, :, None] * border[:, None, :]).flatten(1)
-        found.append(_Masks(first, second, rows_in, columns, corners))
-    return tuple(found)
+        masks.append(_Masks(first, second, rows_in, columns, corners))
+    return tuple(masks)
 
 
 class _SubMap:
-    """One phase of the input, by rows and (borders only) by columns.
+    """One phase of the input, stored by rows, and its border columns by columns.
 
     Attributes:
-        rows: the map [rows, columns, n, C], zero where the phase is smaller than the plan says.
+        rows: the map [rows, columns, n, C], zero-padded to the size of the plan.
     """
 
     def __init__(self, part: Tensor, size: Pair, columns: list[int]) -> None:
         n, channels, height, width = part.shape
-        # As a transposition of one matrix: several times faster than a general permutation.
+        # Transposing one matrix is several times faster than a general permutation.
         flat = part.reshape(n * channels, height * width).T.contiguous()
         self.rows = flat.reshape(height, width, n, channels)
         if (height, width) != size:
@@ -228,13 +240,13 @@ def _corners(a: _SubMap, b: _SubMap, entry: _Lag) -> Tensor:
 
 
 def _correlate(a: _SubMap, b: _SubMap, entry: _Lag, masks: _Masks) -> Tensor:
-    """Blocks of the members of one lag.
+    """Return the blocks of the members of one lag.
 
     Args:
         a: first sub-map.
         b: second sub-map.
         entry: the lag.
-        masks: its numbers.
+        masks: its members and masks.
 
     Returns:
         [members, C, C].
@@ -248,7 +260,7 @@ def _correlate(a: _SubMap, b: _SubMap, entry: _Lag, masks: _Masks) -> Tensor:
 
 
 def moment_lags(x: Tensor, geo: Geometry) -> Tensor:
-    """Second moment of the patches from lag correlations with border strips.
+    """Return the second moment of the patches by autocorrelation.
 
     Args:
         x: input [n, C, H, W].

@@ -1,11 +1,11 @@
 """Second moment of the patches of a convolution from products of whole input rows.
 
-The patches are unfolded along the rows of the map only. Kernel rows i and i' of a patch then are two input
-rows i' − i apart, whatever the output row: so each input row is multiplied, once, with itself and with the
-rows below it within the kernel, and a block of the moment is the sum of these products over the input rows
-that kernel row i visits. That is kh times fewer operations than with full patches, and one call, as rows
-that follow each other in memory are one matrix: much the fastest for few channels, where the correlations
-of :mod:`ul2q.pipeline.kfac.math.patch_correlation` are many products too small to be fast.
+The patches are unfolded along the rows of the map only. Kernel rows i and i' of a patch are then two input
+rows i' − i apart, for every output row. So each input row is multiplied once with itself and with the rows
+below it within the kernel, and a block of the moment is the sum of these products over the input rows that
+kernel row i visits. This takes kh times fewer operations than full patches, and one call, since rows adjacent
+in memory form one matrix. It is by far the fastest method for few channels, where the correlations of
+:mod:`ul2q.pipeline.kfac.math.patch_correlation` are many small products.
 
 Shapes as in :mod:`ul2q.pipeline.kfac.math.patches`.
 """
@@ -45,7 +45,7 @@ def _unfolded_rows(x: Tensor, geo: Geometry) -> Tensor:
 
 
 def moment_rows(x: Tensor, geo: Geometry) -> Tensor:
-    """Second moment of the patches from products of whole rows.
+    """Return the second moment of the patches from products of whole rows.
 
     Args:
         x: input [n, C, H, W].
@@ -59,7 +59,7 @@ def moment_rows(x: Tensor, geo: Geometry) -> Tensor:
     _, width, length = rows.shape
     last = rows.shape[0] - kh + 1
     below = rows.as_strided((last, kh * width, length), (width * length, length, 1))
-    # Products of the last rows of one group with the first of the next are formed as well, and not used.
+    # Products of the last rows of one group with the first of the next are computed too, but not used.
     products = torch.bmm(rows[:last], below.mT).view(groups, last // groups, width, kh, width)
     visited = (geo.output(x.shape[2], x.shape[3])[0] - 1) * geo.stride[0] + 1
     moment = x.new_empty(groups, inputs, kh, kw, inputs, kh, kw)

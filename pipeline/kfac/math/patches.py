@@ -1,4 +1,4 @@
-"""How a convolution walks over its input, and the patches that it sees.
+"""Geometry of a convolution and the patches of its input.
 
 Shapes: ``n`` examples, ``C`` input channels, ``c`` groups, ``H`` x ``W`` map, ``kh`` x ``kw`` kernel,
 ``d = C/c·kh·kw`` in the order of the weight (channel, row, column).
@@ -17,7 +17,7 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Geometry:
-    """How a convolution walks over its input.
+    """Geometry of a convolution.
 
     Attributes:
         kernel: kh, kw.
@@ -35,10 +35,10 @@ class Geometry:
 
     @classmethod
     def of(cls, module: nn.Conv2d | nn.Conv1d) -> Geometry:
-        """Read the geometry of a module; a Conv1d is a Conv2d of height 1.
+        """Return the geometry of a module; a Conv1d is a Conv2d of height 1.
 
         Args:
-            module: the convolution; its ``padding_mode`` must be dealt with by the caller.
+            module: the convolution; its ``padding_mode`` is left to the caller.
 
         Returns:
             The geometry.
@@ -50,18 +50,18 @@ class Geometry:
 
         kernel, dilation = two(module.kernel_size, 1), two(module.dilation, 1)
         if module.padding == "same":
-            # torch puts the odd zero of an even kernel at the bottom and at the right.
+            # for an even kernel torch puts the extra zero at the bottom and at the right
             total = [step * (size - 1) for step, size in zip(dilation, kernel, strict=True)]
             pads = [(t // 2, t - t // 2) for t in total]
         elif module.padding == "valid":
             pads = [(0, 0), (0, 0)]
         else:
-            assert not isinstance(module.padding, str)  # noqa: S101 (torch knows no other)
+            assert not isinstance(module.padding, str)  # noqa: S101 (torch has no other)
             pads = [(p, p) for p in two(module.padding, 0)]
         return cls(kernel, two(module.stride, 1), dilation, (*pads[0], *pads[1]), module.groups)
 
     def output(self, height: int, width: int) -> Pair:
-        """Return the size of the output map of an input map."""
+        """Return the size of the output map for an input map."""
         top, bottom, left, right = self.padding
         rows = (height + top + bottom - self.dilation[0] * (self.kernel[0] - 1) - 1) // self.stride[0] + 1
         columns = (width + left + right - self.dilation[1] * (self.kernel[1] - 1) - 1) // self.stride[1] + 1
@@ -69,13 +69,13 @@ class Geometry:
 
 
 def pad(x: Tensor, geo: Geometry) -> Tensor:
-    """Return the input [n, C, H, W] with the zeros that the convolution adds; ``x`` if there are none."""
+    """Return the zero-padded input [n, C, H, W]; ``x`` itself without padding."""
     top, bottom, left, right = geo.padding
     return F.pad(x, (left, right, top, bottom)) if any(geo.padding) else x
 
 
 def windows(x: Tensor, geo: Geometry) -> Tensor:
-    """Return a view of all patches, without a copy but for the padding: [n, C, kh, kw, rows, columns]."""
+    """Return a view of all patches of the padded input: [n, C, kh, kw, rows, columns]."""
     rows, columns = geo.output(x.shape[2], x.shape[3])
     padded = pad(x, geo)
     n, c, y, z = padded.stride()
@@ -88,7 +88,7 @@ def windows(x: Tensor, geo: Geometry) -> Tensor:
 
 
 def patch_rows(x: Tensor, geo: Geometry, bias: bool) -> Tensor:
-    """Patches as rows, for a convolution without groups.
+    """Return the patches as rows, for a convolution without groups.
 
     Args:
         x: input [n, C, H, W].
@@ -103,7 +103,7 @@ def patch_rows(x: Tensor, geo: Geometry, bias: bool) -> Tensor:
 
 
 def patch_sums(x: Tensor, geo: Geometry) -> Tensor:
-    """Sum of all patches.
+    """Return the sum of all patches.
 
     Args:
         x: input [n, C, H, W].

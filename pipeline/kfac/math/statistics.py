@@ -1,4 +1,4 @@
-"""Unnormalised statistics of one layer, to be added over calls, micro-batches and ranks.
+"""Unnormalised statistics of one layer, which add up over calls, micro-batches and ranks.
 
 Shapes: ``c`` groups or channels, ``m`` outputs and ``d`` inputs of a group, ``r`` rows.
 """
@@ -32,7 +32,7 @@ class KroneckerSums:
         return KroneckerSums(self.a.plus(other.a), self.g.plus(other.g), self.rows + other.rows)
 
     def finite(self) -> bool:
-        """Return whether the statistics are finite: NaN or infinity in a row shows on the diagonal."""
+        """Return whether the statistics are finite: NaN or infinity in a row appears on the diagonal."""
         return bool(torch.isfinite(self.a.trace().sum() + self.g.trace().sum()))
 
 

@@ -26,13 +26,13 @@ import numpy as np
 from keras import ops
 from numpy.typing import NDArray
 
-from ul2q.pipeline.config import GRANULARITIES
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.formats import keras_layout as layout
 from ul2q.pipeline.formats import packing
 from ul2q.pipeline.graph.operators.definition import CodeFormat
 from ul2q.pipeline.quantize import arithmetic, ul2q
 from ul2q.pipeline.quantize.grid import Grid, quantize_weight, snapped_offset
+from ul2q.pipeline.quantize.registry import GRANULARITIES
 from ul2q.runtimes.keras import integers
 from ul2q.runtimes.keras.integers import Tensor, as_format
 

@@ -42,13 +42,13 @@ def test_exactly_k_bits_are_used_and_every_bit_counts(k: int) -> None:
     codes = random_codes(k, 64)
     planes = packing.pack(codes, k)
     assert sum(plane.nbytes for plane in planes) == 8 * k
-    found = {packing.unpack(planes, k, (64,)).tobytes()}
+    unpacked = {packing.unpack(planes, k, (64,)).tobytes()}
     for plane in planes:
         for bit in range(8 * len(plane)):
             plane[bit // 8] ^= 1 << (bit % 8)
-            found.add(packing.unpack(planes, k, (64,)).tobytes())
+            unpacked.add(packing.unpack(planes, k, (64,)).tobytes())
             plane[bit // 8] ^= 1 << (bit % 8)
-    assert len(found) == 1 + 64 * k
+    assert len(unpacked) == 1 + 64 * k
 
 
 def test_bits_lie_as_documented() -> None:

@@ -234,7 +234,7 @@ def main() -> None:
         answer = run(*request)
         pickle.dump(answer, results)
         results.flush()
-        if "lost the others" in str(answer[1]):
+        if "lost its connection" in str(answer[1]):
             return  # as a program would: the ranks that still wait for this one see it go
 
 

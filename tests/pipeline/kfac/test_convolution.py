@@ -42,10 +42,10 @@ def test_every_method_equals_the_loops(method, kernel, stride, dilation, padding
     x = torch.randn(2, 2, *size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     expected = reference.conv_a(x, kernel, stride, dilation, padding, groups=1, bias=True)
     geometry = Geometry(kernel, stride, dilation, padding)
-    found = convolution.input_moment(x, geometry, bias=True, method=method) / 2
-    assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
+    moment = convolution.input_moment(x, geometry, bias=True, method=method) / 2
+    assert torch.allclose(moment, expected, rtol=1e-12, atol=1e-12)
     without = convolution.input_moment(x, geometry, bias=False, method=method) / 2
-    assert torch.equal(without, found[:, :-1, :-1])
+    assert torch.equal(without, moment[:, :-1, :-1])
 
 
 @pytest.mark.parametrize("groups", [2, 4])
@@ -54,8 +54,8 @@ def test_groups_and_depthwise_equal_the_loops(groups: int, reference: SimpleName
     geometry = Geometry((3, 3), (2, 1), (1, 1), (1, 1, 1, 1), groups)
     expected = reference.conv_a(x, (3, 3), (2, 1), (1, 1), (1, 1, 1, 1), groups, bias=True)
     for method in ("unfold", "rows"):
-        found = convolution.input_moment(x, geometry, bias=True, method=method) / 2
-        assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
+        moment = convolution.input_moment(x, geometry, bias=True, method=method) / 2
+        assert torch.allclose(moment, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_patch_rows_multiply_out_to_the_moment() -> None:
@@ -90,8 +90,10 @@ def test_channels_last_and_slices_are_read_right() -> None:
     )
     wide = torch.randn(2, 5, 8, 9, dtype=torch.float64)[:, 1:4, 1:7, 2:7]
     for method in (convolution.moment_unfold, convolution.moment_blocks, convolution.moment_rows):
-        found = method(wide, Geometry((3, 3)))
-        assert torch.allclose(found, convolution.moment_lags(wide.contiguous(), Geometry((3, 3))), rtol=1e-12)
+        moment = method(wide, Geometry((3, 3)))
+        assert torch.allclose(
+            moment, convolution.moment_lags(wide.contiguous(), Geometry((3, 3))), rtol=1e-12
+        )
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same':UserWarning")  # torch is slow on even kernels

@@ -74,13 +74,13 @@ def test_steps(options: dict[str, Any], settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("fisher", ["mc", "empirical"])
 def test_the_last_pass(fisher: str) -> None:
-    batches, found = [_batch(step) for step in range(3)], []
+    batches, factors = [_batch(step) for step in range(3)], []
     for device in (torch.device("cpu"), META):
         model = _model()
         with torch.device(device):
-            found.append(collect_factors(model, batches, fisher=fisher)["layers"])
-    for name, entry in found[0].items():
-        assert all(torch.equal(entry[key], found[1][name][key]) for key in ("A", "G"))
+            factors.append(collect_factors(model, batches, fisher=fisher)["layers"])
+    for name, entry in factors[0].items():
+        assert all(torch.equal(entry[key], factors[1][name][key]) for key in ("A", "G"))
 
 
 def test_labels_are_drawn_alike_on_every_device() -> None:

@@ -140,8 +140,8 @@ def test_batch_norm_across_ranks_with_shares_of_unequal_size(ranks: Ranks) -> No
     results = ranks.results("normalise", 3, {})
     assert torch.allclose(torch.cat([result["y"] for result in results]), alone["y"], rtol=1e-12, atol=1e-13)
     for result in results:
-        for found, expected in zip(result["gradients"], alone["gradients"], strict=True):
-            assert torch.allclose(found, expected, rtol=1e-10, atol=1e-12)
+        for gradient, expected in zip(result["gradients"], alone["gradients"], strict=True):
+            assert torch.allclose(gradient, expected, rtol=1e-10, atol=1e-12)
         for key, value in alone["state"].items():
             assert torch.allclose(result["state"][key], value, rtol=1e-12)
 
@@ -310,5 +310,5 @@ def test_a_rank_that_dies_ends_the_others_with_a_clear_message(ranks: Ranks) -> 
     for kind, message in answers[1:]:
         assert kind == "error"
         assert "JobError: rank" in message
-        assert "lost the others" in message
+        assert "lost its connection" in message
         assert "timed out" not in message.lower()  # it was told, and did not wait

@@ -59,8 +59,10 @@ def test_sampled_labels_give_the_true_fisher_on_average() -> None:
     state = collect_factors(model, [(x, None)] * 4000, fisher="mc", seed=3)
     p = model(x).softmax(1).detach()
     exact = (torch.diag_embed(p) - p[:, :, None] * p[:, None, :]).mean(0)
-    found = linear_algebra.untri(state["layers"]["3"]["G"])[0].double()
-    assert (found - exact).abs().max() < 5 * 0.5 / (7 * 4000) ** 0.5  # a product of errors lies in [-1, 1]
+    collected = linear_algebra.untri(state["layers"]["3"]["G"])[0].double()
+    assert (collected - exact).abs().max() < 5 * 0.5 / (
+        7 * 4000
+    ) ** 0.5  # a product of errors lies in [-1, 1]
     assert state["layers"]["3"]["samples"] == 28_000
 
 

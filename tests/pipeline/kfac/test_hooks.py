@@ -140,19 +140,19 @@ def test_in_place_activation_and_in_place_writes_to_the_input_change_nothing() -
     inplace = nn.Sequential(nn.Linear(4, 5), nn.ReLU(inplace=True), nn.Linear(5, 2))
     inplace.load_state_dict(plain.state_dict())
     for rows in (False, True):
-        found = []
+        sums = []
         for model in (plain, inplace):
             recorder = _recorder(model, rows=rows)
             x = torch.randn(2, 4, generator=torch.Generator().manual_seed(1))
             loss = model(x).square().mean()
             x.data.zero_()  # a write that autograd does not see
             loss.backward()
-            found.append(
+            sums.append(
                 [t for n in ("0", "2") for t in (_sums(recorder, n).a.dense(), _sums(recorder, n).g.dense())]
             )
             recorder.remove()
-        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-        assert found[0][0][0, 0, 0] > 0
+        assert all(torch.equal(a, b) for a, b in zip(*sums, strict=True))
+        assert sums[0][0][0, 0, 0] > 0
 
 
 def test_statistics_never_write_to_the_activations() -> None:

@@ -56,12 +56,14 @@ def test_pi_balances_the_traces_and_is_one_without_them() -> None:
 @pytest.mark.parametrize("c", [1, 3])
 def test_damped_inverse(c: int) -> None:
     matrix, damping = _spd(c, 6), torch.tensor([0.1, 1.0, 10.0][:c], dtype=torch.float64)
-    found = linear_algebra.damped_inverse(matrix, damping)
-    assert found is not None
+    result = linear_algebra.damped_inverse(matrix, damping)
+    assert result is not None
     eye = torch.eye(6, dtype=torch.float64)
-    assert torch.allclose(found[0] @ (matrix + damping[:, None, None] * eye), eye.expand(c, 6, 6), atol=1e-12)
-    assert torch.equal(found[0], found[0].mT)
-    assert torch.equal(found[1], damping)
+    assert torch.allclose(
+        result[0] @ (matrix + damping[:, None, None] * eye), eye.expand(c, 6, 6), atol=1e-12
+    )
+    assert torch.equal(result[0], result[0].mT)
+    assert torch.equal(result[1], damping)
 
 
 def test_the_ladder_reaches_float64_before_it_raises_the_damping() -> None:
@@ -69,11 +71,11 @@ def test_the_ladder_reaches_float64_before_it_raises_the_damping() -> None:
     matrix = torch.outer(vector, vector)[None]  # exact, rank 1: the damping drowns in float32
     damping = torch.tensor([1e-6])
     assert int(torch.linalg.cholesky_ex(matrix + 1e-6 * torch.eye(10))[1]) != 0
-    found = linear_algebra.damped_inverse(matrix, damping)
-    assert found is not None
+    result = linear_algebra.damped_inverse(matrix, damping)
+    assert result is not None
     exact = torch.linalg.inv(matrix.double() + 1e-6 * torch.eye(10).double())
-    assert torch.allclose(found[1], damping)
-    assert (found[0].double() - exact).norm() < 1e-6 * exact.norm()
+    assert torch.allclose(result[1], damping)
+    assert (result[0].double() - exact).norm() < 1e-6 * exact.norm()
 
 
 def test_the_ladder_raises_the_damping_of_an_indefinite_matrix_and_gives_up_on_nan() -> None:
@@ -89,18 +91,18 @@ def test_the_ladder_raises_the_damping_of_an_indefinite_matrix_and_gives_up_on_n
 def test_woodbury_equals_the_dense_inverse(damping: float) -> None:
     rows = torch.randn(5, 30, dtype=torch.float64)
     delta = torch.tensor([damping], dtype=torch.float64)
-    found = linear_algebra.invert(Moment(rows=rows), delta)
-    assert found is not None
-    assert isinstance(found[0], linear_algebra.LowRankInverse)
+    result = linear_algebra.invert(Moment(rows=rows), delta)
+    assert result is not None
+    assert isinstance(result[0], linear_algebra.LowRankInverse)
     # By singular values: an inverse of the sum itself would lose five digits at the smaller damping.
     _, s, axes = torch.linalg.svd(rows, full_matrices=False)
     dense = (
         torch.eye(30, dtype=torch.float64) - axes.T @ torch.diag(s**2 / (s**2 + damping)) @ axes
     ) / damping
     v = torch.randn(1, 7, 30, dtype=torch.float64)
-    assert torch.allclose(found[0].right(v.clone(), v)[0], v @ dense, rtol=1e-9, atol=1e-13 / damping)
+    assert torch.allclose(result[0].right(v.clone(), v)[0], v @ dense, rtol=1e-9, atol=1e-13 / damping)
     w = v.mT.contiguous()
-    assert torch.allclose(found[0].left(w.clone(), w)[0], dense @ w, rtol=1e-9, atol=1e-13 / damping)
+    assert torch.allclose(result[0].left(w.clone(), w)[0], dense @ w, rtol=1e-9, atol=1e-13 / damping)
 
 
 @pytest.mark.parametrize("size", [(3, 2), (3, 4)])  # few positions, and more than four an output

@@ -237,9 +237,9 @@ def test_resuming_equals_not_stopping_bit_for_bit(options: dict[str, Any], stop:
 
 def test_state_of_another_model_is_refused() -> None:
     optimizer = KFAC(nn.Linear(2, 2))
-    with pytest.raises(UsageError, match="not of K-FAC on this model"):
+    with pytest.raises(UsageError, match="does not belong to K-FAC on this model"):
         optimizer.load_state_dict(KFAC(nn.Sequential(nn.Linear(2, 2))).state_dict())
-    with pytest.raises(UsageError, match="not of K-FAC"):
+    with pytest.raises(UsageError, match="does not belong to K-FAC"):
         optimizer.load_state_dict(torch.optim.SGD(nn.Linear(2, 2).parameters()).state_dict())
 
 

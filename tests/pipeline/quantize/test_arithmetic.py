@@ -134,14 +134,14 @@ def test_the_runtimes_own_operators(op: str, table: Table, tmp_path: Path) -> No
 
 def differing_pairs(seed: int) -> list[tuple[list[Grid], int, int]]:
     """Grids and code pairs for which the order of the operands of an addition matters."""
-    rng, found = np.random.default_rng(seed), []
-    while len(found) < 12:
+    rng, cases = np.random.default_rng(seed), []
+    while len(cases) < 12:
         out = np.float32(np.exp(rng.normal(-3, 1)))
         a, b, o = [(np.float32(out * rng.uniform(0.2, 1.5)), int(rng.integers(256))) for _ in range(3)]
         o = (out, o[1])
         pairs = np.argwhere(arithmetic.add_table(*a, *b, *o) != arithmetic.add_table(*b, *a, *o).T)
-        found += [([a, b, o], int(i), int(j)) for i, j in pairs[:2]]
-    return found
+        cases += [([a, b, o], int(i), int(j)) for i, j in pairs[:2]]
+    return cases
 
 
 @pytest.mark.parametrize(
@@ -307,14 +307,14 @@ def test_quantize_and_dequantize(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [1e-30, 1e-3, 1.0, 1e20])
 def test_many_scales_fit_sixteen_bits(channels: int, size: float) -> None:
     scale = size * np.random.default_rng(channels).standard_normal(channels)
-    found = arithmetic.half_precision(scale)
-    assert found.dtype == np.float32
+    rounded = arithmetic.half_precision(scale)
+    assert rounded.dtype == np.float32
     if channels < 64:
-        np.testing.assert_array_equal(found, scale.astype(np.float32))
+        np.testing.assert_array_equal(rounded, scale.astype(np.float32))
         return
-    assert np.abs(found / scale - 1).max() <= 2**-11
-    np.testing.assert_array_equal(arithmetic.half_precision(found.astype(np.float64)), found)
-    mantissa, _ = np.frexp(found.astype(np.float64))
+    assert np.abs(rounded / scale - 1).max() <= 2**-11
+    np.testing.assert_array_equal(arithmetic.half_precision(rounded.astype(np.float64)), rounded)
+    mantissa, _ = np.frexp(rounded.astype(np.float64))
     np.testing.assert_array_equal(mantissa.astype(np.float16).astype(np.float64), mantissa)
 
 
@@ -335,10 +335,10 @@ def test_many_biases_fit_sixteen_bits_unless_an_output_would_move(
     bias[0] = -largest
     factor = np.full(channels, step / 10)
     factor[3] = -step
-    found = arithmetic.round_bias(bias, factor)
-    assert found.dtype == np.int32
-    np.testing.assert_array_equal(found, np.rint(bias / unit) * unit)
-    assert np.abs(found // unit).max() < 2**15 or unit == 1
+    rounded = arithmetic.round_bias(bias, factor)
+    assert rounded.dtype == np.int32
+    np.testing.assert_array_equal(rounded, np.rint(bias / unit) * unit)
+    assert np.abs(rounded // unit).max() < 2**15 or unit == 1
 
 
 def test_no_bias_is_no_bias() -> None:

@@ -89,16 +89,16 @@ def source(request: pytest.FixtureRequest, make_report: Make, names: list[str]) 
 
 
 def test_it_is_one_file_that_runs_nothing(source: str) -> None:
-    found = Page(source)
+    parsed = Page(source)
     assert "http:" not in source
     assert "https:" not in source
     assert "url(" not in source
     assert "@import" not in source
-    policy = [attrs for attrs, _ in found.all("meta") if attrs.get("http-equiv")]
+    policy = [attrs for attrs, _ in parsed.all("meta") if attrs.get("http-equiv")]
     assert [p["content"] for p in policy] == ["default-src 'none'; style-src 'unsafe-inline'; img-src data:"]
-    ids = [attrs["id"] for _, attrs, _ in found.elements if "id" in attrs]
+    ids = [attrs["id"] for _, attrs, _ in parsed.elements if "id" in attrs]
     assert len(set(ids)) == len(ids)
-    for tag, attrs, _ in found.elements:
+    for tag, attrs, _ in parsed.elements:
         assert tag not in {"script", "iframe", "object", "embed", "img", "image", "use"}
         assert not [name for name in attrs if name.startswith("on")]
         for name in {"src", "href", "xlink:href", "action"} & attrs.keys():
@@ -107,23 +107,23 @@ def test_it_is_one_file_that_runs_nothing(source: str) -> None:
 
 
 def test_screen_readers_find_their_way(source: str) -> None:
-    found = Page(source)
-    assert found.elements[0][:2] == ("html", {"lang": "en"})
-    assert len(found.all("main")) == len(found.all("h1")) == len(found.all("footer")) == 1
-    levels = [int(tag[1]) for tag, _, _ in found.elements if re.fullmatch("h[1-6]", tag)]
+    parsed = Page(source)
+    assert parsed.elements[0][:2] == ("html", {"lang": "en"})
+    assert len(parsed.all("main")) == len(parsed.all("h1")) == len(parsed.all("footer")) == 1
+    levels = [int(tag[1]) for tag, _, _ in parsed.elements if re.fullmatch("h[1-6]", tag)]
     assert levels[0] == 1
     assert all(later <= before + 1 for before, later in itertools.pairwise(levels))
-    ids = {attrs["id"] for _, attrs, _ in found.elements if "id" in attrs}
-    assert {attrs["aria-labelledby"] for _, attrs, _ in found.elements if "aria-labelledby" in attrs} <= ids
+    ids = {attrs["id"] for _, attrs, _ in parsed.elements if "id" in attrs}
+    assert {attrs["aria-labelledby"] for _, attrs, _ in parsed.elements if "aria-labelledby" in attrs} <= ids
     titles = {
-        found.parents[i]: "".join(data) for i, (tag, _, data) in enumerate(found.elements) if tag == "title"
+        parsed.parents[i]: "".join(data) for i, (tag, _, data) in enumerate(parsed.elements) if tag == "title"
     }
-    for i, (tag, attrs, data) in enumerate(found.elements):
+    for i, (tag, attrs, data) in enumerate(parsed.elements):
         if tag == "svg":
             assert attrs.get("aria-hidden") == "true" or (attrs["role"] == "img" and titles[i].strip())
         if tag == "table":
             assert "caption" in [
-                found.elements[j][0] for j, parent in enumerate(found.parents) if parent == i
+                parsed.elements[j][0] for j, parent in enumerate(parsed.parents) if parent == i
             ]
         if tag == "th":
             assert attrs["scope"] in {"col", "row"}
@@ -132,12 +132,12 @@ def test_screen_readers_find_their_way(source: str) -> None:
 
 
 def test_decoration_stands_beside_the_number_that_it_shows(make_report: Make, names: list[str]) -> None:
-    found = Page(page.html(make_report(names)))
+    parsed = Page(page.html(make_report(names)))
     rows = [
         "".join(data)
-        for i, (tag, attrs, data) in enumerate(found.elements)
-        if tag == "li" and (parent := found.parents[i]) is not None
-        and str(found.elements[parent][1].get("class", "")).startswith("chart")
+        for i, (tag, attrs, data) in enumerate(parsed.elements)
+        if tag == "li" and (parent := parsed.parents[i]) is not None
+        and str(parsed.elements[parent][1].get("class", "")).startswith("chart")
     ]  # fmt: skip
     assert len(rows) == 4 + 45 + 45 + 55 + 54  # accuracy, loss, SQNR, sizes, activations
     assert all(re.search(r"\d|not measured", row) for row in rows)
@@ -145,17 +145,17 @@ def test_decoration_stands_beside_the_number_that_it_shows(make_report: Make, na
 
 def test_every_layer_is_there_with_its_picture_or_its_reason(make_report: Make, names: list[str]) -> None:
     report = make_report(names)
-    found = Page(page.html(report))
-    heads = [text for attrs, text in found.all("th") if attrs["scope"] == "row"]
-    titles = [text for _, text in found.all("title")]
-    cells = [text for _, text in found.all("td")]
+    parsed = Page(page.html(report))
+    heads = [text for attrs, text in parsed.all("th") if attrs["scope"] == "row"]
+    titles = [text for _, text in parsed.all("title")]
+    cells = [text for _, text in parsed.all("td")]
     for layer in report["layers"]:
         assert layer["name"] in heads
         pictures = [title for title in titles if f"weights of {layer['name']}, " in title]
         assert len(pictures) == layer["quantized"]
         assert layer["quantized"] or layer["reason"] in cells
-    assert [text for _, text in found.all("dt")] == ["accuracy drop", "compression", "speed-up"]
-    assert [text for attrs, text in found.all("dd") if attrs["class"] == "value"] == [
+    assert [text for _, text in parsed.all("dt")] == ["accuracy drop", "compression", "speed-up"]
+    assert [text for attrs, text in parsed.all("dd") if attrs["class"] == "value"] == [
         "0.20 points", f"{report['size']['ratio']:.1f}×", "2.00×",
     ]  # fmt: skip
 
@@ -192,11 +192,11 @@ def test_long_names_wrap_between_their_parts(make_report: Make) -> None:
 def test_names_are_text_whatever_they_hold(make_report: Make) -> None:
     tame = Page(page.html(make_report([f"layer{i}" for i in range(len(HOSTILE))])))
     source = page.html(make_report(HOSTILE))
-    found = Page(source)
-    assert found.skeleton() == tame.skeleton()
-    heads = [text for attrs, text in found.all("th") if attrs["scope"] == "row"]
+    parsed = Page(source)
+    assert parsed.skeleton() == tame.skeleton()
+    heads = [text for attrs, text in parsed.all("th") if attrs["scope"] == "row"]
     assert set(HOSTILE) <= set(heads)
-    assert found.all("h1")[0][1] == HOSTILE[0]
+    assert parsed.all("h1")[0][1] == HOSTILE[0]
 
 
 def test_names_of_runs_are_text_too(make_report: Make, names: list[str]) -> None:
@@ -204,8 +204,8 @@ def test_names_of_runs_are_text_too(make_report: Make, names: list[str]) -> None
     tame = Page(
         page.comparison_html(Comparison(("a", "b"), (reports[0], make_report([f"x{i}" for i in range(8)]))))
     )
-    found = Page(page.comparison_html(Comparison((HOSTILE[0], HOSTILE[1]), reports)))
-    assert found.skeleton() == tame.skeleton()
+    parsed = Page(page.comparison_html(Comparison((HOSTILE[0], HOSTILE[1]), reports)))
+    assert parsed.skeleton() == tame.skeleton()
 
 
 def test_the_same_report_gives_the_same_bytes(make_report: Make, names: list[str]) -> None:
@@ -268,14 +268,14 @@ def test_colours_come_from_the_theme_only() -> None:
 
 
 MEASURE = """
-const frame = document.querySelector("iframe"), page = frame.contentDocument, found = [];
+const frame = document.querySelector("iframe"), page = frame.contentDocument, faults = [];
 page.querySelectorAll("details").forEach(fold => { fold.open = true; });
 for (const element of page.querySelectorAll("body *")) {
   const box = element.getBoundingClientRect(), style = frame.contentWindow.getComputedStyle(element);
   const right = frame.contentDocument.documentElement.clientWidth;
-  if (box.width && (box.right > right + 0.5 || box.left < -0.5)) found.push("outside: " + element.outerHTML);
+  if (box.width && (box.right > right + 0.5 || box.left < -0.5)) faults.push("outside: " + element.outerHTML);
   const hides = style.overflow !== "visible" && !element.closest("svg");
-  if (hides && element.scrollWidth > element.clientWidth + 1) found.push("cut: " + element.outerHTML);
+  if (hides && element.scrollWidth > element.clientWidth + 1) faults.push("cut: " + element.outerHTML);
 }
 for (const cell of page.querySelectorAll("td.right")) {
   const range = page.createRange(), text = cell.firstChild;
@@ -286,7 +286,7 @@ for (const cell of page.querySelectorAll("td.right")) {
       range.setEnd(text, at + 1);
       return range.getBoundingClientRect().top;
     });
-    if (Math.abs(tops[0] - tops[1]) > 4) found.push("torn: " + text.data);
+    if (Math.abs(tops[0] - tops[1]) > 4) faults.push("torn: " + text.data);
   }
 }
 const boxes = [], walker = page.createTreeWalker(page.body, NodeFilter.SHOW_TEXT);
@@ -299,10 +299,10 @@ for (let node; (node = walker.nextNode());) {
 boxes.forEach(([a, one], i) => boxes.slice(i + 1, i + 60).forEach(([b, other]) => {
   const wide = Math.min(a.right, b.right) - Math.max(a.left, b.left);
   const high = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
-  if (wide > 1 && high > 4) found.push("overlap: " + one + " | " + other);
+  if (wide > 1 && high > 4) faults.push("overlap: " + one + " | " + other);
 }));
-const lines = found.map(line => line.slice(0, 200));
-document.body.textContent = JSON.stringify({texts: boxes.length, found: lines});
+const lines = faults.map(line => line.slice(0, 200));
+document.body.textContent = JSON.stringify({texts: boxes.length, faults: lines});
 """
 
 
@@ -338,4 +338,4 @@ def test_a_browser_lays_it_out_without_clipping_or_overlap(
     body = re.findall("<body>(.*)</body>", done.stdout, re.DOTALL)[0]
     measured = json.loads(html.unescape(body))
     assert measured["texts"] > 200
-    assert measured["found"] == []
+    assert measured["faults"] == []

@@ -85,14 +85,14 @@ def main(folder: Path, swapping: bool) -> dict[str, object]:
                 if existing:
                     old(path)
                 killed = killed_at(call, write, path)
-                found = content(path)
+                left = content(path)
                 atomic.recover(path)
                 after = content(path)
                 allowed = {"new"} if not killed else {"old", "new"} if existing else {"missing", "new"}
                 litter = [p.name for p in folder.iterdir() if p.name != "out"]
-                gap = not swapping and found == "missing"  # between two renames
-                if (found not in allowed and not gap) or after not in allowed or litter:
-                    faults.append([write.__name__, existing, call, found, after, litter])
+                gap = not swapping and left == "missing"  # between two renames
+                if (left not in allowed and not gap) or after not in allowed or litter:
+                    faults.append([write.__name__, existing, call, left, after, litter])
                 if not killed:
                     counts[f"{write.__name__}, {'replacing' if existing else 'new'}"] = call
                     break

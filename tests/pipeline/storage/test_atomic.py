@@ -73,7 +73,7 @@ def test_outputs_are_checked_beforehand(tmp_path: Path, monkeypatch: pytest.Monk
     check_output(path, overwrite=False)
     path.write_text("")
     check_output(path, overwrite=True)
-    with pytest.raises(UsageError, match="exists: give --overwrite"):
+    with pytest.raises(UsageError, match="exists: give `overwrite`"):
         check_output(path, overwrite=False)
     with pytest.raises(UsageError, match="nowhere is no folder"):
         check_output(tmp_path / "nowhere" / "x", overwrite=True)
@@ -142,10 +142,10 @@ def test_a_kill_before_any_system_call_leaves_the_old_or_the_new(tmp_path: Path,
     folder = tmp_path / "x"
     folder.mkdir()
     command = [sys.executable, str(Path(__file__).with_name("kill_worker.py")), str(folder), way]
-    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert found["faults"] == []
-    assert found["calls"]["write_folder, replacing"] > 15
-    assert found["calls"]["write_file, replacing"] >= 4
+    result = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert result["faults"] == []
+    assert result["calls"]["write_folder, replacing"] > 15
+    assert result["calls"]["write_file, replacing"] >= 4
 
 
 def test_a_link_is_replaced_and_what_it_points_to_stays(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_only_a_folder_of_an_earlier_run_is_overwritten(tmp_path: Path) -> None:
     path.mkdir()
     check_output_folder(path, overwrite=True)
     (path / "config.json").write_text("{}")  # many other tools write one
-    with pytest.raises(UsageError, match=r"thesis holds config.json, which no earlier run wrote and --overw"):
+    with pytest.raises(UsageError, match=r"thesis holds config.json, which no earlier run wrote and `overw"):
         check_output_folder(path, overwrite=True)
     (path / "report.json").write_text("{}")
     check_output_folder(path, overwrite=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ul2q.pipeline.config import QUANTIZERS
+from ul2q.pipeline.quantize.registry import QUANTIZERS
 from ul2q.pipeline.quantize.ul2q import LAMBDA, LOSS
 from ul2q.pipeline.study.losses import SAMPLES, QuantizerStudy, loss, quantizer_study, step_study
 
@@ -18,22 +18,22 @@ def study() -> QuantizerStudy:
 
 
 def test_losses_over_the_step_equal_integration() -> None:
-    found = step_study(points=9)
+    study_result = step_study(points=9)
     t = np.linspace(-9, 9, 180_001)
     density = np.exp(-(t**2) / 2) / np.sqrt(2 * np.pi)
-    for k, losses in found.losses.items():
-        for step, value in zip(found.steps, losses, strict=True):
+    for k, losses in study_result.losses.items():
+        for step, value in zip(study_result.steps, losses, strict=True):
             q = np.clip(np.floor(t / step), -(2 ** (k - 1)), 2 ** (k - 1) - 1)
             integral = np.trapezoid((t - step * (q + 0.5)) ** 2 * density, t)
             assert value == pytest.approx(integral, rel=2e-3, abs=1e-7)
 
 
 def test_the_marked_step_is_the_best() -> None:
-    found = step_study()
-    assert found.optima == {k: (LAMBDA[k], pytest.approx(LOSS[k], rel=1e-7)) for k in range(1, 9)}
-    for k, losses in found.losses.items():
-        best = found.steps[np.argmin(losses)]
-        assert losses.min() >= found.optima[k][1]
+    study_result = step_study()
+    assert study_result.optima == {k: (LAMBDA[k], pytest.approx(LOSS[k], rel=1e-7)) for k in range(1, 9)}
+    for k, losses in study_result.losses.items():
+        best = study_result.steps[np.argmin(losses)]
+        assert losses.min() >= study_result.optima[k][1]
         assert best == pytest.approx(LAMBDA[k], rel=0.02)  # one point of the grid is 1.5 %
 
 
@@ -46,7 +46,7 @@ def test_ul2q_loses_what_its_formula_says(study: QuantizerStudy) -> None:
 
 def test_ul2q_loses_least_from_two_bits_on(study: QuantizerStudy) -> None:
     losses = {(one.quantizer, one.k): one.loss for one in study.by_width}
-    assert set(losses) == {(name, k) for name, widths in QUANTIZERS.items() for k in widths}
+    assert set(losses) == {(name, k) for name, quantizer in QUANTIZERS.items() for k in quantizer.widths}
     for (_, k), value in losses.items():
         if k >= 2:
             assert losses["ul2q", k] <= value
@@ -66,8 +66,8 @@ def test_ul2q_and_bwn_tie_at_one_bit_without_a_mean(study: QuantizerStudy) -> No
 
 
 def test_the_mean_moves_the_others_but_not_ul2q(study: QuantizerStudy) -> None:
-    for name, widths in QUANTIZERS.items():
-        for k in widths:
+    for name, quantizer in QUANTIZERS.items():
+        for k in quantizer.widths:
             values = [one.loss for one in study.by_mean if (one.quantizer, one.k) == (name, k)]
             if name == "ul2q":
                 assert max(values) <= min(values) * (1 + 1e-4)  # float32 samples

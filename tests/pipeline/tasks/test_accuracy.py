@@ -9,7 +9,8 @@ from torch import nn
 
 from ul2q.pipeline.data import ArrayDataset, Preprocess
 from ul2q.pipeline.errors import UsageError
-from ul2q.pipeline.tasks.accuracy import evaluation_batch, measure_accuracy
+from ul2q.pipeline.tasks.accuracy import measure_accuracy
+from ul2q.pipeline.tasks.inference import evaluation_batch
 
 RNG = np.random.default_rng(0)
 
@@ -45,10 +46,10 @@ def test_against_counting_by_hand(classes: int, batch: int) -> None:
         order = sorted(range(classes), key=lambda c: (-row[c], c))
         first += order[0] == label
         five += label in order[:5]
-    found = measure_accuracy(nn.Identity(), scores_as_data(scores, labels), batch)
-    assert found.samples == 100
-    assert found.top1 == first / 100
-    assert found.top5 == (five / 100 if classes > 5 else None)
+    accuracy = measure_accuracy(nn.Identity(), scores_as_data(scores, labels), batch)
+    assert accuracy.samples == 100
+    assert accuracy.top1 == first / 100
+    assert accuracy.top5 == (five / 100 if classes > 5 else None)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -68,5 +69,5 @@ def test_unusable_outputs_and_data() -> None:
     eye = np.eye(4, dtype=np.float32)
     with pytest.raises(UsageError, match="needs labels"):
         measure_accuracy(nn.Identity(), scores_as_data(eye, None))
-    with pytest.raises(UsageError, match="one row of class scores"):
+    with pytest.raises(UsageError, match=r"logits of shape \[N, classes\]"):
         measure_accuracy(torch.sum, scores_as_data(eye, np.arange(4)))

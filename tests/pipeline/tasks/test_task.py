@@ -14,10 +14,10 @@ from ul2q import models
 from ul2q.pipeline.data import DataSplits, as_splits, load_data
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.quantize.fake import ActivationQuantizer
+from ul2q.pipeline.tasks import TASKS, Classification, Dense, Task, check_network, registry, task_for
 from ul2q.pipeline.tasks.accuracy import measure_accuracy
 from ul2q.pipeline.tasks.losses import default_loss
 from ul2q.pipeline.tasks.saliency import SaliencySums
-from ul2q.pipeline.tasks.task import Classification, Dense, check_network, task_for
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(40, 3, 8, 8)).astype(np.float32)
@@ -55,7 +55,7 @@ def test_the_data_choose_the_task(dense: DataSplits) -> None:
     assert task_for(dense, Channel(sigmoid=False)) == Dense(logits=True)
     # grids of 8-bit probabilities reach a little beyond
     assert task_for(dense, lambda x: 1.02 * x[:, :1].sign().relu() - 0.01) == Dense(logits=False)
-    with pytest.raises(UsageError, match="the network answers a tuple: masks need one map a sample"):
+    with pytest.raises(UsageError, match="the network returns a tuple: masks need one map"):
         task_for(dense, lambda x: (x, x))  # type: ignore[arg-type,return-value]
 
 
@@ -98,13 +98,13 @@ def test_gradients_stay_those_of_the_cross_entropy_where_a_probability_is_rounde
     rounded = quantizer(z.sigmoid())
     assert {0.0, 1.0} <= set(rounded.tolist())
     Dense().loss(rounded.reshape(1, 1, 2, 5), y.reshape(1, 1, 2, 5)).backward()
-    found = z.grad * 10  # of the sum
+    gradient = z.grad * 10  # of the sum
     # off by how far the logarithm's edge is from the probability: at most by half
     exact = z.detach().sigmoid() - y
-    assert (found.sign() == exact.sign()).all()
+    assert (gradient.sign() == exact.sign()).all()
     large = abs(exact) > 0.1
-    assert (abs(found[large] / exact[large]) > 0.4).all()
-    assert (abs(found) < 1.1).all()
+    assert (abs(gradient[large] / exact[large]) > 0.4).all()
+    assert (abs(gradient) < 1.1).all()
 
 
 def test_measurements_are_those_of_the_data_set_and_add_up(dense: DataSplits) -> None:
@@ -134,11 +134,11 @@ def test_accuracy_is_reported_under_its_old_name() -> None:
     def scores(x: Tensor) -> Tensor:
         return x.flatten(1)[:, :7]
 
-    task, found = Classification(7), measure_accuracy(scores, data.test)
-    assert task.measure(scores, data.test) == {"top1": found.top1, "top5": found.top5}
+    task, accuracy = Classification(7), measure_accuracy(scores, data.test)
+    assert task.measure(scores, data.test) == {"top1": accuracy.top1, "top5": accuracy.top5}
     tallies = [task.tally(scores, data.test.subset(rows)) for rows in (np.arange(9), np.arange(9, 40))]
     added = [sum(values) for values in zip(*tallies, task.tally(scores, None), strict=True)]
-    assert task.metrics(added) == {"top1": found.top1, "top5": found.top5}
+    assert task.metrics(added) == {"top1": accuracy.top1, "top5": accuracy.top5}
     assert "top5" not in task.measure(lambda x: x.flatten(1)[:, :5], data.test.subset(np.arange(4)))
     assert task.reported("test", {"top1": 0.5, "top5": 1.0}) == {"test_accuracy": 0.5}
     assert task.reported("test", None) == {"test_accuracy": None}
@@ -150,7 +150,7 @@ def test_accuracy_is_reported_under_its_old_name() -> None:
 
 def test_outputs_of_another_shape_are_refused(dense: DataSplits) -> None:
     assert dense.train is not None
-    with pytest.raises(UsageError, match=r"answers \[3, 8, 8\] a sample, its masks are \[1, 8, 8\]"):
+    with pytest.raises(UsageError, match=r"output shape \[3, 8, 8\] does not match mask shape \[1, 8, 8\]"):
         Dense().loss(torch.rand(2, 3, 8, 8), torch.zeros(2, 1, 8, 8))
     with pytest.raises(UsageError, match="a mask for every image, and one output of its shape"):
         Dense().tally(lambda x: x.sigmoid(), dense.train)
@@ -169,7 +169,7 @@ def test_networks_for_another_task_are_refused(name: str, data: str, message: st
 
 
 def test_registered_networks_have_one_of_the_tasks() -> None:
-    assert {models.get(name).task for name in models.names()} == {Classification.name, Dense.name}
+    assert {models.get(name).task for name in models.names()} == set(TASKS)
 
 
 def test_training_needs_targets(dense: DataSplits) -> None:
@@ -179,3 +179,58 @@ def test_training_needs_targets(dense: DataSplits) -> None:
         Dense().check(unlabelled)
     with pytest.raises(UsageError, match="has no labels"):
         Classification().check(unlabelled)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_task_is_described(name: str, dense: DataSplits) -> None:
+    task = TASKS[name]
+    assert task.name == name
+    assert task.description
+    assert task.targets
+    assert next(iter(task.directions)) == task.metric
+    assert task.directions[task.metric] == "higher"
+    data = next(data for data in (as_splits((X, LABELS)), dense) if task.fits(data))
+    assert data.test is not None
+    output = (lambda x: x.flatten(1)[:, :7]) if name == "classification" else Channel()
+    metrics = task_for(data).measure(output, data.test)
+    assert list(metrics) == list(task.directions)
+
+
+def test_outputs_are_checked_against_the_targets(dense: DataSplits) -> None:
+    data, task = as_splits((X, LABELS)), Classification(7)
+    task.check_outputs(torch.zeros(2, 7), data)
+    with pytest.raises(UsageError, match=r"logits of shape \[N, classes\] .* returns shape \[N, 7, 2\]"):
+        task.check_outputs(torch.zeros(2, 7, 2), data)
+    with pytest.raises(UsageError, match="returns 2 outputs"):
+        task.check_outputs((X, X), data)
+    task.check_outputs((X, X), data, measured=False)
+    with pytest.raises(UsageError, match="the labels go up to 6, the network has 3 outputs"):
+        task.check_outputs(torch.zeros(2, 3), data, measured=False)
+    Dense().check_outputs(torch.zeros(2, 1, 8, 8), dense)
+    with pytest.raises(UsageError, match=r"output shape \(3, 8, 8\) does not match mask shape \(1, 8, 8\)"):
+        Dense().check_outputs(torch.zeros(2, 3, 8, 8), dense)
+
+
+class Toy(Classification):
+    """A task for data of one class."""
+
+    name = "toy"
+    targets = "labels of one class"
+
+    @classmethod
+    def fits(cls, data: DataSplits) -> bool:
+        return data.num_classes == 1
+
+
+def test_a_task_is_added_by_its_registration(monkeypatch: pytest.MonkeyPatch, dense: DataSplits) -> None:
+    tasks: dict[str, type[Task]] = {"classification": Classification, "dense": Dense}
+    assert list(TASKS) == list(tasks)
+    monkeypatch.setattr(registry, "TASKS", {"classification": Classification, "toy": Toy})
+    one_class = as_splits((X, 0 * LABELS))
+    assert isinstance(task_for(one_class), Classification)
+    monkeypatch.setattr(registry, "TASKS", {"toy": Toy, **tasks})
+    assert task_for(one_class) == Toy(1)
+    assert task_for(as_splits((X, LABELS))) == Classification(7)
+    assert task_for(dense) == Dense()
+    with pytest.raises(UsageError, match="x has labels of one class, lenet5 is for classification: use"):
+        check_network("lenet5", task_for(one_class), "x")

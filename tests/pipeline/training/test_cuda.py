@@ -18,13 +18,13 @@ COUNT = "import torch; print(torch.cuda.device_count() if torch.cuda.is_availabl
 @pytest.fixture(scope="module")
 def gpus(gpu_environment: dict[str, str]) -> int:
     """Return their number."""
-    found = 0
+    count = 0
     if torch.version.cuda is not None or torch.version.hip is not None:
         command = [sys.executable, "-c", COUNT]
-        found = int(subprocess.run(command, env=gpu_environment, capture_output=True, check=True).stdout)
-    if found == 0:
+        count = int(subprocess.run(command, env=gpu_environment, capture_output=True, check=True).stdout)
+    if count == 0:
         pytest.skip("torch sees no GPU")
-    return found
+    return count
 
 
 @pytest.fixture(scope="module")

@@ -68,7 +68,7 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert choose_device("auto") == torch.device("cpu")
-    with pytest.raises(UsageError, match="torch sees no GPU here: give --device cpu"):
+    with pytest.raises(UsageError, match="torch sees no GPU here: set `device` to cpu"):
         choose_device("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -108,12 +108,12 @@ def test_ranks_with_gpus_take_them_before_they_join(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ranks, "rendezvous", lambda *_, **__: iter([(None, 1, 2)]))
     monkeypatch.setattr(ranks, "PrefixStore", lambda *_: None)
     monkeypatch.setattr(torch.distributed, "init_process_group", join)
-    with pytest.raises(JobError, match="did not find the others"), joined("cuda"):
+    with pytest.raises(JobError, match="could not connect to the process group"), joined("cuda"):
         pass
     assert done == [("set", torch.device("cuda", 1)), ("cpu:gloo,cuda:nccl", "1")]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT")
-    with pytest.raises(JobError, match="did not find the others"), joined("auto"):
+    with pytest.raises(JobError, match="could not connect to the process group"), joined("auto"):
         pass
     assert done[2:] == [("gloo", None)]
 
@@ -154,7 +154,7 @@ def test_a_process_that_waits_for_another_ends_when_told_to() -> None:
         started[0].send_signal(signal.SIGTERM)
         error = started[0].communicate(timeout=120)[1]
         assert started[0].returncode == 1
-        assert "told to end (SIGTERM)" in error
+        assert "terminated (SIGTERM)" in error
     finally:
         for process in started:
             process.kill()

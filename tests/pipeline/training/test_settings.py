@@ -89,8 +89,8 @@ def test_defaults() -> None:
 
 def test_damping_falls_geometrically_while_the_rate_rises() -> None:
     settings = resolve(config(damping=0.01, initial_damping=1.0, epochs=10))  # rises over 20 of 100 steps
-    found = [settings.at(step, 10)["damping"] for step in (0, 10, 20, 50)]
-    assert found == pytest.approx([1.0, 0.1, 0.01, 0.01])
+    damping = [settings.at(step, 10)["damping"] for step in (0, 10, 20, 50)]
+    assert damping == pytest.approx([1.0, 0.1, 0.01, 0.01])
 
 
 @pytest.mark.parametrize(
@@ -99,11 +99,11 @@ def test_damping_falls_geometrically_while_the_rate_rises() -> None:
         ({"recipe": "osawa-1"}, "recipe is 'osawa-1': use one of osawa-4096, "),
         (
             {"recipe": "osawa-4096", "optimizer": "sgd"},
-            "--recipe osawa-4096 is for --optimizer kfac, not sgd",
+            "`recipe` osawa-4096 is for `optimizer` kfac, not sgd",
         ),
-        ({"recipe": "ul2q-vgg"}, "--recipe ul2q-vgg is for --optimizer sgd, not kfac"),
-        ({"damping": 0.1, "optimizer": "adam"}, "--damping is of K-FAC"),
-        ({"simulate_batch": 32}, "--simulate-batch is 32, less than the 64 samples of --batch-size"),
+        ({"recipe": "ul2q-vgg"}, "`recipe` ul2q-vgg is for `optimizer` sgd, not kfac"),
+        ({"damping": 0.1, "optimizer": "adam"}, "`damping` is for K-FAC"),
+        ({"simulate_batch": 32}, "`simulate_batch` is 32, less than the 64 samples of `batch_size`"),
         ({"refresh": "often"}, "refresh is 'often': give a number of steps, or adaptive"),
         ({"refresh": 0}, "refresh is 0"),
         ({"momentum": 1.5}, "momentum is 1.5: it must be at most 1"),

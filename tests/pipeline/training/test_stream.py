@@ -12,7 +12,7 @@ import torch
 from ul2q.pipeline.config import TrainConfig
 from ul2q.pipeline.data import ArrayDataset, Preprocess
 from ul2q.pipeline.errors import UsageError
-from ul2q.pipeline.tasks.task import Classification
+from ul2q.pipeline.tasks import Classification
 from ul2q.pipeline.training.ranks import Ranks
 from ul2q.pipeline.training.settings import resolve
 from ul2q.pipeline.training.stream import Stream, cut
@@ -68,9 +68,9 @@ def test_mixup_mixes_with_the_last_mixed_batch() -> None:
     assert torch.equal(mixed[0][1], one_hot[0])
     for step in range(1, 5):
         for i in range(10):
-            old, new, found = mixed[step - 1][1][i], one_hot[step][i], mixed[step][1][i]
+            old, new, blend = mixed[step - 1][1][i], one_hot[step][i], mixed[step][1][i]
             if not torch.allclose(old, new):
-                share = float((found - old).norm() / (new - old).norm())
+                share = float((blend - old).norm() / (new - old).norm())
                 assert 0.5 <= share <= 1
                 expected = share * plain[step][0][i] + (1 - share) * mixed[step - 1][0][i]
                 assert torch.allclose(mixed[step][0][i], expected, atol=1e-5)

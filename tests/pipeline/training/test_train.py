@@ -16,7 +16,7 @@ from ul2q.pipeline.data import load_data
 from ul2q.pipeline.errors import JobError, UsageError
 from ul2q.pipeline.importers.checkpoint import load_checkpoint
 from ul2q.pipeline.progress import Progress
-from ul2q.pipeline.tasks import task
+from ul2q.pipeline.tasks import classification
 from ul2q.pipeline.tasks.accuracy import measure_accuracy
 from ul2q.pipeline.training import train as training
 from ul2q.pipeline.training.ranks import Ranks
@@ -156,14 +156,14 @@ def test_an_interrupted_run_is_not_dropped_by_accident(
         interrupt_after(1, patched)
         with pytest.raises(KeyboardInterrupt):
             train(config(data), output)
-    with pytest.raises(UsageError, match="holds an interrupted run: give --resume"):
+    with pytest.raises(UsageError, match="holds an interrupted run: give `resume`"):
         train(config(data), output)
     with pytest.raises(UsageError, match="was started with epochs 3, lr None: resume with the same"):
         train(config(data, epochs=5, lr=0.1), output, resume=True)
     train(config(data), output, overwrite=True)
     assert output.exists()
     assert not partial_path(output).exists()
-    with pytest.raises(UsageError, match=r"model\.pt exists: give --overwrite"):
+    with pytest.raises(UsageError, match=r"model\.pt exists: give `overwrite`"):
         train(config(data), output)
     with pytest.raises(UsageError, match=r"model\.pt is complete: there is no interrupted run"):
         train(config(data), output, resume=True)
@@ -189,7 +189,7 @@ def test_test_samples_are_used_once_and_after_training(
         sizes.append(len(dataset))
         return measure_accuracy(model, dataset, batch_size)
 
-    monkeypatch.setattr(task, "measure_accuracy", watched)
+    monkeypatch.setattr(classification, "measure_accuracy", watched)
     train(config(data), tmp_path / "a.pt")
     assert sizes == [15, 15, 15, 30]
 
@@ -211,7 +211,7 @@ def test_unusable_data(tmp_path: Path, arrays: dict[str, Any], message: str) -> 
 
 
 def test_a_loss_that_is_no_number_stops_the_run(data: str, tmp_path: Path) -> None:
-    with pytest.raises(JobError, match=r"the loss is nan in epoch \d: give a smaller --lr \(now 1e\+30\)"):
+    with pytest.raises(JobError, match=r"the loss is nan in epoch \d: give a smaller `lr` \(now 1e\+30\)"):
         train(config(data, lr=1e30), tmp_path / "a.pt")
     assert not (tmp_path / "a.pt").exists()
 

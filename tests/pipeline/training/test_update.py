@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ul2q.pipeline.config import TrainConfig
 from ul2q.pipeline.kfac import KFAC
-from ul2q.pipeline.tasks.task import Classification
+from ul2q.pipeline.tasks import Classification
 from ul2q.pipeline.training.ranks import Ranks
 from ul2q.pipeline.training.settings import resolve
 from ul2q.pipeline.training.update import Updater, make_optimizer

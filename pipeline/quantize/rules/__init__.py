@@ -1,0 +1,1 @@
+"""The arithmetic of the weight quantisers, one file each; `ul2q.pipeline.quantize.registry` lists them."""
