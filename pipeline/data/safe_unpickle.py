@@ -76,10 +76,10 @@ class _ArraysOnly(pickle.Unpickler):  # noqa: S301 - it is what makes unpickling
         Raises:
             UnpicklingError: any other object.
         """
-        found = _STAND_INS.get((module.replace("numpy.core", "numpy._core"), name))
-        if found is None:
+        stand_in = _STAND_INS.get((module.replace("numpy.core", "numpy._core"), name))
+        if stand_in is None:
             raise pickle.UnpicklingError(f"it refers to {module}.{name}")
-        return found
+        return stand_in
 
 
 def unpickle(content: bytes) -> Any:
@@ -92,7 +92,7 @@ def unpickle(content: bytes) -> Any:
     for operation, argument, _ in pickletools.genops(content):  # which stops at lengths beyond the end
         if operation.name.endswith("PUT") and argument is not None and argument > len(content):
             raise pickle.UnpicklingError(f"it asks for a table of {argument} entries")
-    found = _ArraysOnly(io.BytesIO(content), encoding="bytes").load()
-    if not isinstance(found, dict):
-        return found
-    return {key: one.value if isinstance(one, _Array) else one for key, one in found.items()}
+    values = _ArraysOnly(io.BytesIO(content), encoding="bytes").load()
+    if not isinstance(values, dict):
+        return values
+    return {key: value.value if isinstance(value, _Array) else value for key, value in values.items()}

@@ -1,4 +1,4 @@
-"""A fixed split into train, validation and test: the same samples whatever the seed of a run."""
+"""Split rows into train, validation and test: the same samples whatever the seed of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from ul2q.pipeline.data.counter_rng import permutation
 
-#: Seed of every split. Training with another ``--seed`` must not move samples between the parts.
+#: Seed of every split. Training with another seed must not move samples between the parts.
 SPLIT_SEED = 20210802
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ul2q.pipeline.data import Dataset, input_batches
+from ul2q.pipeline.data import Dataset, batches
 from ul2q.pipeline.errors import UsageError
 
 _LARGEST_BATCH, _BATCH_ELEMENTS = 250, 2**18
@@ -58,7 +58,7 @@ def measure_accuracy(
     first = among = samples = classes = 0
     try:
         with torch.inference_mode():
-            for inputs, y in input_batches(dataset, batch_size or evaluation_batch(dataset.shape)):
+            for inputs, y in batches(dataset, batch_size or evaluation_batch(dataset.shape)):
                 scores = model(*inputs)
                 if y is None:
                     raise UsageError("accuracy needs labels, the data have none")

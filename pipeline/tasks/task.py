@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ul2q import models
-from ul2q.pipeline.data import Dataset, DataSplits, input_batches
+from ul2q.pipeline.data import Dataset, DataSplits, batches
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.tasks.accuracy import evaluation_batch, measure_accuracy
 from ul2q.pipeline.tasks.losses import default_loss
@@ -227,7 +227,7 @@ class Dense(Task):
             return sums.values.tolist()
         size = batch_size or evaluation_batch(dataset.shape)
         with _evaluating(model), torch.inference_mode():
-            for inputs, masks in input_batches(dataset, size):
+            for inputs, masks in batches(dataset, size):
                 outputs = model(*inputs)
                 if masks is None or not isinstance(outputs, Tensor) or outputs.shape != masks.shape:
                     raise UsageError("saliency needs a mask for every image, and one output of its shape")
@@ -278,7 +278,7 @@ def task_for(data: DataSplits, model: Model | None = None) -> Task:
     if model is None:
         return Dense()
     with _evaluating(model), torch.inference_mode():
-        inputs, _ = next(input_batches(part, min(len(part), 4)))
+        inputs, _ = next(batches(part, min(len(part), 4)))
         outputs = model(*inputs)
     if not isinstance(outputs, Tensor):
         raise UsageError(f"the network answers a {type(outputs).__name__}: masks need one map a sample")

@@ -106,7 +106,7 @@ class Stream:
         index: int,
     ) -> tuple[Tensor, Tensor]:
         """Return the samples ``rows``, erased and mixed with the last micro-batch of the same index."""
-        x, y = one.fetch(rows)
+        (x,), y = one.fetch(rows)  # the networks here have a single input
         assert y is not None  # noqa: S101 (the data were checked to have targets)
         if erasing is not None:
             x = schemes.random_erasing(x, erasing[rows])

@@ -174,7 +174,7 @@ def test_evaluate_measures_an_onnx_file(cli: Any, onnx_file: Path, tmp_path: Pat
 
     test = load_data("digits", preprocess={"scale": 0.5}).test
     assert test is not None
-    x, labels = test.fetch(np.arange(len(test)))
+    (x,), labels = test.fetch(np.arange(len(test)))
     assert labels is not None
     scores = x.numpy().reshape(len(test), 64)[:, :10]
     rank = [sorted(range(10), key=lambda i, row=row: (-row[i], i)) for row in scores]
