@@ -24,7 +24,7 @@ class Pass:
     def __init__(
         self, dataset: Dataset, *, seed: int | None = None, epoch: int = 0, augment: bool = False
     ) -> None:
-        """Settle order and augmentation.
+        """Draw the order and the numbers of the augmentation.
 
         Args:
             dataset: the samples.

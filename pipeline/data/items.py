@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ul2q.pipeline.data.sources.npz import match_names
+from ul2q.pipeline.data.input_names import match_names
 from ul2q.pipeline.errors import UsageError, quantity
 
 

@@ -30,11 +30,11 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default
 
 from ul2q.pipeline.data.data_splits import PARTS, DataSplits, hold_out, make_splits
 from ul2q.pipeline.data.datasets import Dataset, ItemDataset, check_labels
+from ul2q.pipeline.data.input_names import match_names
 from ul2q.pipeline.data.items import accepted_forms, as_batch, as_numpy, as_sample, is_array, split_target
 from ul2q.pipeline.data.load import load_data
-from ul2q.pipeline.data.raw_datasets import Target, checked_labels, part_dataset, with_masks
+from ul2q.pipeline.data.raw_datasets import SampleFormat, checked_labels, part_dataset, with_masks
 from ul2q.pipeline.data.raw_parts import Arrays, RawPart
-from ul2q.pipeline.data.sources.npz import match_names
 from ul2q.pipeline.errors import UsageError, quantity
 
 #: samples of an iterable after which it is truncated, with a warning
@@ -168,7 +168,7 @@ def _from_arrays(arrays: Sequence[np.ndarray], y: np.ndarray | None, expected: _
     part = with_masks(RawPart(inputs, y))
     labels = checked_labels(part, expected.num_classes)
     classes = None if labels is None else expected.num_classes or int(labels.max()) + 1
-    return part_dataset(part, labels, Target(shape=expected.shape, num_classes=classes))
+    return part_dataset(part, labels, SampleFormat(shape=expected.shape, num_classes=classes))
 
 
 def _from_items(data: Any, expected: _Expected) -> Dataset:

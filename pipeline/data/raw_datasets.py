@@ -22,8 +22,8 @@ _AS_STORED = Preprocess(scale=1.0)
 
 
 @dataclass(frozen=True)
-class Target:
-    """What the samples are made for.
+class SampleFormat:
+    """Form in which samples are fetched.
 
     Attributes:
         preprocess: preprocessing of the first input; its scale may be None.
@@ -65,11 +65,11 @@ def assemble(data: RawData, spec: str, shape: tuple[int, ...] | None, num_classe
         num_classes = None
     elif num_classes is None:
         num_classes = 1 + max(int(values.max()) for values in labels.values() if values is not None)
-    target = Target(data.preprocess, shape, num_classes, data.augmentation)
-    train = part_dataset(raw["train"], labels["train"], target)
-    target = Target(data.preprocess, train.shape, num_classes, data.augmentation)
+    form = SampleFormat(data.preprocess, shape, num_classes, data.augmentation)
+    train = part_dataset(raw["train"], labels["train"], form)
+    form = SampleFormat(data.preprocess, train.shape, num_classes, data.augmentation)
     separate: dict[str, Dataset | None] = {
-        name: part_dataset(raw[name], labels[name], target) for name in PARTS[1:] if name in raw
+        name: part_dataset(raw[name], labels[name], form) for name in PARTS[1:] if name in raw
     }
     parts, record = hold_out(train, separate, data.held_out)
     return make_splits(
@@ -127,30 +127,30 @@ def checked_labels(part: RawPart, num_classes: int | None) -> np.ndarray | None:
     return labels
 
 
-def part_dataset(part: RawPart, labels: np.ndarray | None, target: Target) -> ColumnDataset:
+def part_dataset(part: RawPart, labels: np.ndarray | None, form: SampleFormat) -> ColumnDataset:
     """Return ``part`` as a dataset.
 
     Args:
         part: the samples.
         labels: its checked labels, or None.
-        target: preprocessing and shape of the first input, classes and augmentation.
+        form: preprocessing and shape of the first input, classes and augmentation.
 
     Returns:
         The dataset.
 
     Raises:
-        UsageError: an input is not numeric, or the first does not have the target's shape.
+        UsageError: an input is not numeric, or the first has another shape.
     """
     raw, *others = part.inputs
-    shape = target.shape
+    shape = form.shape
     if shape is None and others and isinstance(raw, Arrays):
         shape = raw.raw.shape[1:]
-    first = make_column(raw, target.preprocess, shape)
+    first = make_column(raw, form.preprocess, shape)
     columns = (first, *(_as_stored(values) for values in others))
     masks = None if part.masks is None else _masks(part.masks, first)
     return ColumnDataset(
-        columns, masks, labels=labels, num_classes=target.num_classes if part.masks is None else None,
-        augmentation=target.augmentation,
+        columns, masks, labels=labels, num_classes=form.num_classes if part.masks is None else None,
+        augmentation=form.augmentation,
     )  # fmt: skip
 
 

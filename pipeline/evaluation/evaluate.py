@@ -191,7 +191,8 @@ def _named_inputs(path: Path, live: Any) -> dict[str, Array]:
     Raises:
         UsageError: it lacks one, or holds values that are not finite.
     """
-    from ul2q.pipeline.data.sources.npz import match_names, npz_arrays
+    from ul2q.pipeline.data.input_names import match_names
+    from ul2q.pipeline.data.sources.npz import npz_arrays
 
     names = [spec.name for spec in live.get_inputs()]
     arrays = npz_arrays(path)

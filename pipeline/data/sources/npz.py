@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import zipfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from ul2q.pipeline.data.input_names import match_names
 from ul2q.pipeline.data.sources.array_errors import DAMAGED, unreadable
 from ul2q.pipeline.data.sources.source import DataSource, Request, has_suffix
 from ul2q.pipeline.errors import UsageError
@@ -20,25 +21,6 @@ if TYPE_CHECKING:
 
 #: suffixes of the names of arrays, by part; the first that is there counts
 _SUFFIXES: Final = {"train": ("", "_train"), "validation": ("_val",), "test": ("_test",)}
-
-
-def match_names(keys: Collection[str], input_names: Sequence[str], suffix: str = "") -> list[str] | None:
-    """Return the keys of the inputs: named as the inputs, ``x1``, ``x2``, …, or ``x`` if there is only one.
-
-    Args:
-        keys: names of arrays.
-        input_names: names of the network's inputs.
-        suffix: suffix of the names of the arrays.
-
-    Returns:
-        A key for each input, or None if one is missing under every naming.
-    """
-    numbered = [f"x{i + 1}" for i in range(len(input_names))]
-    for naming in (["x"], input_names, numbered):
-        matched = [f"{name}{suffix}" for name in naming]
-        if len(matched) == len(input_names) and all(key in keys for key in matched):
-            return matched
-    return None
 
 
 def npz_arrays(path: Path) -> dict[str, np.ndarray]:

@@ -387,8 +387,8 @@ def test_flags_of_pickled_types_are_not_believed(
 @pytest.mark.parametrize(
     ("kind", "shape", "content", "message"),
     [
-        ("O", (1,), bytes(8), "it holds values of type object"),
-        ("u1,u1", (1,), bytes(2), "it holds values of type"),
+        ("O", (1,), bytes(8), "it contains values of type object"),
+        ("u1,u1", (1,), bytes(2), "it contains values of type"),
         ("u1", (2**40,), bytes(8), r"an array of shape \[1099511627776\] does not have 1099511627776 bytes"),
         ("u1", ("a", 2**40), bytes(8), "an array has no type or shape"),
         ("u1", (-1,), bytes(8), "an array has no type or shape"),

@@ -148,6 +148,8 @@ def test_two_inputs_from_a_file(tmp_path: Path) -> None:
     for model in (written, tmp_path / "module.pt"):
         result = evaluate_file(model, str(tmp_path / "data.npz"), trust_pickle=True)
         assert result["samples"] == 12
+        resized = evaluate_file(model, str(tmp_path / "data.npz"), trust_pickle=True, changes={"resize": 6})
+        assert resized == result  # the first input is preprocessed as a single one, here to its own size
     outputs = run_file(written, tmp_path / "data.npz")
     np.testing.assert_array_equal(
         outputs, next(iter(runtime.run(live, {"image": IMAGE, "extra": EXTRA}).values()))
