@@ -111,7 +111,7 @@ class CurveCache:
 
 def _endless(data: Dataset, batch: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
     for epoch in itertools.count():
-        for x, y in batches(data, batch, seed=seed, epoch=epoch, drop_last=True):
+        for (x,), y in batches(data, batch, seed=seed, epoch=epoch, drop_last=True):
             assert y is not None  # noqa: S101 (mnist5k has labels)
             yield x, y
 

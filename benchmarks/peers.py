@@ -75,7 +75,7 @@ def _train(data: DataSplits, seed: int, epochs: int) -> nn.Module:
     model = LeNet()
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9, weight_decay=5e-4)
     for epoch in range(epochs):
-        for x, y in batches(data.train, 64, seed=seed, epoch=epoch):
+        for (x,), y in batches(data.train, 64, seed=seed, epoch=epoch):
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
@@ -87,7 +87,7 @@ class _Reader(CalibrationDataReader):
 
     def __init__(self, data: DataSplits) -> None:
         self.samples: Iterator[np.ndarray] = (
-            x.numpy() for i, (x, _) in enumerate(batches(data.train, 64, seed=0)) if i < 16
+            x.numpy() for i, ((x,), _) in enumerate(batches(data.train, 64, seed=0)) if i < 16
         )
 
     def get_next(self) -> dict[str, np.ndarray] | None:

@@ -1,6 +1,6 @@
 """The table of imports in docs/architecture.md, from the contract in pyproject.toml.
 
-    python tests/architecture_table.py [--check]
+python tests/architecture_table.py [--check]
 """
 
 from __future__ import annotations

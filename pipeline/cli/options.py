@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ul2q.pipeline.data.sources import registry
 from ul2q.pipeline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -28,8 +29,7 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is al
 Data = Annotated[
     str | None,
     typer.Option(
-        help="digits, mnist5k, shapes, or a path: folder of images, of images and masks, MNIST IDX or "
-        "CIFAR-10 folder, .npz with x and y, .npy.",
+        help=f"{registry.help_text()}.",
         metavar="DATA",
     ),
 ]

@@ -20,6 +20,7 @@ from ul2q.pipeline.cli.options import (
     start,
     without_none,
 )
+from ul2q.pipeline.data.sources import registry
 from ul2q.pipeline.errors import UsageError
 
 
@@ -97,7 +98,7 @@ def train(
     from ul2q.pipeline.training.train import train as run_training
 
     if data is None:
-        raise UsageError("--data is missing: give digits, mnist5k or a path")
+        raise UsageError(f"--data is missing: give {registry.choices()}")
     given = {
         "recipe": recipe, "epochs": epochs, "batch_size": batch_size, "simulate_batch": simulate_batch,
         "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "mixup": mixup, "erase": erase,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ul2q import __version__
 from ul2q.pipeline.compression.run import Work
-from ul2q.pipeline.data import Dataset, input_batches
+from ul2q.pipeline.data import Dataset, batches
 from ul2q.pipeline.errors import JobError, UsageError, quantity
 from ul2q.pipeline.evaluation import measure
 from ul2q.pipeline.evaluation.backends import KerasModule, OnnxModule
@@ -170,7 +170,7 @@ def _measured(work: Work, module: nn.Module) -> dict[str, float] | None:
 def _first_samples(dataset: Dataset, count: int) -> Iterator[Sequence[Tensor]]:
     """Yield the inputs of the first ``count`` samples in batches."""
     left = count
-    for inputs, _ in input_batches(dataset, evaluation_batch(dataset.shape)):
+    for inputs, _ in batches(dataset, evaluation_batch(dataset.shape)):
         yield [x[:left] for x in inputs]
         left -= len(inputs[0])
         if left <= 0:

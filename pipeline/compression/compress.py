@@ -25,7 +25,7 @@ from ul2q.pipeline.compression.run import Work
 from ul2q.pipeline.compression.samples import draw_samples, load_samples
 from ul2q.pipeline.compression.synthetic import SYNTHETIC_WARNING
 from ul2q.pipeline.config import QuantConfig
-from ul2q.pipeline.data import Dataset, Inputs, as_splits, input_batches
+from ul2q.pipeline.data import Dataset, Inputs, as_splits, batches
 from ul2q.pipeline.errors import UsageError, quantity
 from ul2q.pipeline.evaluation import measure
 from ul2q.pipeline.graph.capture import Captured, capture
@@ -244,7 +244,7 @@ def _finetune(work: Work, captured: Captured, prepared: Prepared) -> None:
     steps = max(1, len(train) // config.batch_size)  # a partial last batch is dropped
 
     def epoch_batches(epoch: int) -> Iterator[tuple[Inputs, Tensor | None]]:
-        stream = input_batches(
+        stream = batches(
             train, config.batch_size, seed=config.seed, epoch=epoch + 1, augment=True, drop_last=True
         )
         with work.progress.bar(f"fine-tune epoch {epoch + 1}/{config.finetune_epochs}", steps) as bar:

@@ -15,7 +15,7 @@ from ul2q.pipeline.compression.finetune import EpochResult
 from ul2q.pipeline.compression.resume import Kept
 from ul2q.pipeline.compression.synthetic import SPEC
 from ul2q.pipeline.config import QuantConfig
-from ul2q.pipeline.data import Dataset, DataSplits, input_batches
+from ul2q.pipeline.data import Dataset, DataSplits, batches
 from ul2q.pipeline.errors import UsageError, within
 from ul2q.pipeline.graph.input_types import adapt_inputs
 from ul2q.pipeline.importers.checkpoint import Checkpoint
@@ -100,7 +100,7 @@ class Work:
         left = self.config.samples or len(self.train)
         fitting = max(2, _CALIBRATION_ELEMENTS // math.prod(self.data.shape))
         size = min(self.config.batch_size, fitting)
-        for inputs, _ in input_batches(self.train, size, seed=self.config.seed):
+        for inputs, _ in batches(self.train, size, seed=self.config.seed):
             yield tuple(x[:left] for x in inputs)
             left -= len(inputs[0])
             if left <= 0:

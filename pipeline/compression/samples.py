@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ul2q.pipeline.compression.synthetic import synthetic_splits
 from ul2q.pipeline.config import QuantConfig
-from ul2q.pipeline.data import DataSplits, Preprocess, load_data, load_several
+from ul2q.pipeline.data import DataSplits, Preprocess, load_data
+from ul2q.pipeline.data.sources import registry
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.graph.capture import capture
 from ul2q.pipeline.graph.input_types import input_names
@@ -42,22 +42,16 @@ def load_samples(
     spec = data or (checkpoint.data or {}).get("spec")
     if spec is None:
         raise UsageError(
-            f"--data is missing: {checkpoint.path.name} does not record what it was trained on; give digits, "
-            "mnist5k or a path with samples as the model takes them, or, without any data, --synthetic"
+            f"`data` is missing: {checkpoint.path.name} does not record what it was trained on; give "
+            f"{registry.choices()} with samples as the model takes them, or, without any data, `synthetic`"
         )
-    names = input_names(checkpoint.model)
-    if len(names) > 1:
-        return load_several(
-            Path(spec), names, input_shape=input_shape or checkpoint.input_shape,
-            preprocess=_preprocess(checkpoint, preprocess),
-            num_classes=None if checkpoint.classes is None else len(checkpoint.classes),
-        )  # fmt: skip
     return load_data(
         spec,
         input_shape=input_shape or checkpoint.input_shape,
         preprocess=checkpoint.preprocess,
         changes=preprocess,
         classes=checkpoint.classes,
+        input_names=input_names(checkpoint.model),
     )
 
 

@@ -13,12 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ul2q.pipeline.data import ArrayDataset, DataSplits, Preprocess
+from ul2q.pipeline.data import DataSplits, Preprocess, array_dataset
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.graph.batch_norm import BATCH_NORMS
 from ul2q.pipeline.progress import Progress
@@ -87,7 +86,7 @@ def synthetic_splits(
         parameter.requires_grad_(flag)
     raw = torch.cat(parts).numpy()
     plain = Preprocess(scale=1.0)
-    dataset = ArrayDataset(raw, np.arange(len(raw)), plain, tuple(shape), "the synthetic inputs")
+    dataset = array_dataset(raw, where="the synthetic inputs", preprocess=plain)
     return DataSplits(
         dataset, None, None, spec=SPEC, shape=tuple(shape), preprocess=preprocess or plain,
         split={"train": len(raw), "validation": 0, "test": 0},

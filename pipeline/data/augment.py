@@ -1,4 +1,4 @@
-"""Random variations of training samples, each a function of the sample's own random numbers only."""
+"""Augmentation of training samples; each depends on the random numbers of its sample only."""
 
 from __future__ import annotations
 

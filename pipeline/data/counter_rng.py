@@ -1,6 +1,6 @@
-"""Random numbers that depend on a key and a position only, not on how or in which parts they are drawn.
+"""Counter-based random numbers: they depend on a key and a position only, not on how they are drawn.
 
-They are the raw 64-bit words of the counter-based generator Philox, whose stream NumPy guarantees.
+The source is the raw 64-bit words of the generator Philox, whose stream NumPy guarantees.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def permutation(purpose: str, seed: int, epoch: int, count: int) -> np.ndarray:
     """Return a random order of 0..count-1 as int64 [count].
 
     Args:
-        purpose: keeps the streams of one seed apart, for example ``"order"``.
+        purpose: separates the streams of one seed, for example ``"order"``.
         seed: any integer.
         epoch: at least 0.
         count: number of positions.
@@ -33,7 +33,7 @@ def uniforms(purpose: str, seed: int, epoch: int, rows: int, columns: int) -> np
     """Return numbers in [0, 1) as float64 [rows, columns]; row i stays the same when ``rows`` grows.
 
     Args:
-        purpose: keeps the streams of one seed apart.
+        purpose: separates the streams of one seed.
         seed: any integer.
         epoch: at least 0.
         rows: one for each sample.

@@ -1,4 +1,4 @@
-"""Drawn images of one shape on a patterned ground, with exact masks: salient objects without a download."""
+"""Drawing of images of one shape on a patterned ground, with exact masks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ul2q.pipeline.data.counter_rng import uniforms
-from ul2q.pipeline.data.masks import IMAGENET_MEAN, IMAGENET_STD
-from ul2q.pipeline.data.preprocess import Preprocess
-from ul2q.pipeline.data.raw_parts import Arrays, Pairs, Source
 
 COUNT: Final = 600
 SIDE: Final = 64
@@ -74,12 +71,14 @@ def _pattern(x: Plane, y: Plane, wave: Plane) -> Plane:
     return total / len(wave)
 
 
-def shapes() -> Source:
-    """Return 600 drawings, 3x64x64, values 0..255, the same every time: 60 for validation, 60 for test."""
+def draw_all() -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
+    """Draw all images.
+
+    Returns:
+        The images, uint8 [600, 3, 64, 64], and the masks of their shapes, bool [600, 64, 64], the same every
+        time.
+    """
     numbers = uniforms("shapes", _SEED, 0, COUNT, _NUMBERS)
     noise = uniforms("shapes noise", _SEED, 0, COUNT, SIDE * SIDE).reshape(COUNT, SIDE, SIDE)
-    drawn = [draw(*one) for one in zip(numbers, noise, strict=True)]
-    images, masks = (np.stack(part) for part in zip(*drawn, strict=True))
-    pairs = Pairs(Arrays(images, None, "shapes"), Arrays(masks.astype(np.uint8), None, "shapes: masks"), 1)
-    preprocess = Preprocess(scale=1 / 255, mean=IMAGENET_MEAN, std=IMAGENET_STD)
-    return Source(pairs, None, None, None, "flip", preprocess)
+    images, masks = zip(*(draw(*one) for one in zip(numbers, noise, strict=True)), strict=True)
+    return np.stack(images), np.stack(masks)

@@ -1,4 +1,4 @@
-"""How a raw sample becomes the model's input; recorded beside every model so that others can repeat it."""
+"""Preprocessing of raw samples, recorded with every model so that others can repeat it."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ class Preprocess:
         if is_byte_like and self.scale == 1.0 and max(self.mean or (0.0,)) <= 1:
             raise UsageError(
                 f"{where}: the values are bytes up to {high:g}, the model was trained on unscaled floats: "
-                "convert them to the model's range, or compress it with --data of images or bytes, and the "
-                "--mean and --std of its training"
+                "convert them to the model's range, or compress it with images or bytes as data, and with "
+                "the mean and std of its training"
             )
         if dtype.kind == "f" and self.scale < 0.5 and low >= -1 and 0 < high <= 1:
             raise UsageError(
@@ -148,10 +148,10 @@ class Preprocess:
         Raises:
             UsageError: another number of values.
         """
-        for name, given in (("mean", self.mean), ("std", self.std)):
-            if given is not None and len(given) not in {1, channels}:
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            if values is not None and len(values) not in {1, channels}:
                 raise UsageError(
-                    f"{where}: {quantity(len(given), f'{name} value')} for "
+                    f"{where}: {quantity(len(values), f'{name} value')} for "
                     f"{quantity(channels, 'channel')}: give one a channel"
                 )
 

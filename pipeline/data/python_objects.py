@@ -1,28 +1,62 @@
-"""Data that a Python user hands over as objects."""
+"""Data that a Python user passes as objects, for any number of inputs.
+
+Rules, the same for one and for several inputs (one input is a tuple of one):
+
+- *Arrays* with all samples, a torch *Dataset* and a *DataLoader* over one are split into training, validation
+  and test; a mapping of part names defines its parts itself. A Dataset is read sample by sample when samples
+  are needed, and never cut.
+- An *iterable* of batches (an IterableDataset: of samples), and a DataLoader with a collate function of its
+  own, is read once, into temporary files, and is for training only. After ``limit`` samples it is truncated.
+- A *warning* says so whenever samples are left out, whether they are further batches or the rest of the last
+  one; nothing else is warned about.
+- *Refused* are objects of another kind; inputs that are not arrays of numbers, differ in length, or from
+  batch to batch in shape; labels in some batches only, labels that are not whole numbers, differ from the
+  samples in number or exceed the classes; and data without samples.
+"""
 
 from __future__ import annotations
 
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Final
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
-from ul2q.pipeline.data.datasets import Batch, Dataset, DataSplits, MapDataset, check_labels, sample_of
-from ul2q.pipeline.data.load import array_dataset, load_data, pairs_dataset
-from ul2q.pipeline.data.masks import array_masks
-from ul2q.pipeline.data.multi_input import as_numpy, load_several, several_splits
-from ul2q.pipeline.data.preprocess import Preprocess
-from ul2q.pipeline.data.raw_parts import Arrays, Source
-from ul2q.pipeline.data.split import split_rows
+from ul2q.pipeline.data.data_splits import PARTS, DataSplits, hold_out, make_splits
+from ul2q.pipeline.data.datasets import Dataset, ItemDataset, check_labels
+from ul2q.pipeline.data.input_names import match_names
+from ul2q.pipeline.data.items import accepted_forms, as_batch, as_numpy, as_sample, is_array, split_target
+from ul2q.pipeline.data.load import load_data
+from ul2q.pipeline.data.raw_datasets import SampleFormat, checked_labels, part_dataset, with_masks
+from ul2q.pipeline.data.raw_parts import Arrays, RawPart
 from ul2q.pipeline.errors import UsageError, quantity
 
-#: samples taken from an iterable of unknown length before it is cut, with a warning
-LIMIT = 100_000
+#: samples of an iterable after which it is truncated, with a warning
+LIMIT: Final = 100_000
+_SPEC: Final = "python"
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """What the network expects, and how many samples of an iterable are read.
+
+    Attributes:
+        input_names: names of the network's inputs, at least one.
+        shape: shape of one sample of the first input, or None.
+        num_classes: number of classes, or None.
+        limit: samples after which an iterable is truncated.
+    """
+
+    input_names: tuple[str, ...]
+    shape: tuple[int, ...] | None
+    num_classes: int | None
+    limit: int
 
 
 def as_splits(
@@ -33,20 +67,19 @@ def as_splits(
     limit: int = LIMIT,
     input_names: Sequence[str] = (),
 ) -> DataSplits:
-    """Return ``data`` as splits.
+    """Return ``data`` as splits; see the module for the rules.
 
-    Objects are taken to be preprocessed. A single object is split like a folder, without regard to classes if
-    its labels are not known beforehand; a mapping names its parts itself. An iterable of batches (and a
-    DataLoader that collates in its own way) is read once, into a temporary file, and is all for training.
+    Objects are expected to be preprocessed. The split is stratified if the labels are known beforehand.
 
     Args:
-        data: splits, a name or path, an array x or arrays (x, y) with labels or masks, a torch Dataset, a
-            DataLoader, an iterable of batches x or (x, y), or a mapping of ``train``, ``validation`` and
-            ``test`` to any of those.
-        input_shape: (C, H, W) or (features,) that the model takes; None takes the data as they are.
+        data: splits; a name or path; arrays: x, (x, y) with labels or masks, (x1, x2, …), (x1, x2, …, y),
+            ((x1, x2, …), y) or a mapping of input names (and y) to arrays; a torch Dataset of such samples; a
+            DataLoader or an iterable of such batches; or a mapping of ``train``, ``validation`` and ``test``
+            to any of those.
+        input_shape: (C, H, W) or (features,) of the model's first input; None infers it from the data.
         num_classes: the model's number of classes, None if unknown.
-        limit: samples after which an iterable is cut.
-        input_names: names of the model's inputs where it takes several: see ``several_splits``.
+        limit: samples after which an iterable is truncated.
+        input_names: names of the model's inputs, if they are known.
 
     Returns:
         The splits.
@@ -56,61 +89,29 @@ def as_splits(
     """
     if isinstance(data, DataSplits):
         return data
-    is_path = isinstance(data, str | Path)
-    if len(input_names) > 1:
-        if is_path:
-            return load_several(Path(data), input_names, input_shape=input_shape, num_classes=num_classes)
-        return several_splits(data, input_names, num_classes, limit)
-    if is_path:
-        return load_data(data, input_shape=input_shape, classes=num_classes)
+    if isinstance(data, str | Path):
+        return load_data(data, input_shape=input_shape, classes=num_classes, input_names=input_names)
     shape = None if input_shape is None else tuple(input_shape)
-    if isinstance(data, Mapping):
-        return _named_parts(data, shape, num_classes, limit)
-    dataset, splittable = _dataset(data, shape, num_classes, limit)
-    count = len(dataset)
-    shares = (0.1, 0.1 if dataset.dense else 0.2) if splittable else (0.0, 0.0)
-    held_out = [round(share * count) for share in shares]
-    cut = split_rows(dataset.labels, count, validation=held_out[0], test=held_out[1])
-    return _splits(DataSplits.parts(dataset, cut), cut.describe())
+    expected = _Expected(tuple(input_names) or ("input",), shape, num_classes, limit)
+    if isinstance(data, Mapping) and match_names(data, expected.input_names) is None:
+        return _named_parts(data, expected)
+    dataset, splittable = _dataset(data, expected)
+    parts, record = hold_out(dataset, counts=None if splittable else (0, 0))
+    return make_splits(parts, spec=_SPEC, record=record)
 
 
-def _named_parts(
-    data: Mapping[str, Any], shape: tuple[int, ...] | None, num_classes: int | None, limit: int
-) -> DataSplits:
-    names = ("train", "validation", "test")
-    if unknown := sorted(set(data) - set(names)):
-        raise UsageError(f"unknown parts of the data {unknown}: use {', '.join(names)}")
-    parts: dict[str, Dataset | None] = dict.fromkeys(names)
-    for name in names:
-        if data.get(name) is not None:
-            parts[name], _ = _dataset(data[name], shape, num_classes, limit)
-    sizes = {name: len(part) if part is not None else 0 for name, part in parts.items()}
-    return _splits(parts, {**sizes, "given": sorted(k for k, v in sizes.items() if v)})
+def _named_parts(data: Mapping[str, Any], expected: _Expected) -> DataSplits:
+    if unknown := sorted(set(data) - set(PARTS)):
+        raise UsageError(
+            f"unknown parts of the data {unknown}: use {', '.join(PARTS)}; or "
+            f"{accepted_forms(expected.input_names)}"
+        )
+    parts = {name: _dataset(data[name], expected)[0] for name in PARTS if data.get(name) is not None}
+    sizes = {name: len(parts.get(name, ())) for name in PARTS}
+    return make_splits(parts, spec=_SPEC, record={**sizes, "given": sorted(parts)})
 
 
-def _splits(parts: dict[str, Dataset | None], record: dict[str, Any]) -> DataSplits:
-    first = next((part for part in parts.values() if part is not None), None)
-    if first is None:
-        raise UsageError("the data hold no samples")
-    return DataSplits(
-        parts["train"],
-        parts["validation"],
-        parts["test"],
-        spec="python",
-        shape=tuple(first.shape),
-        num_classes=first.num_classes,
-        preprocess=Preprocess(scale=1.0),
-        split=record,
-    )
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, np.ndarray | torch.Tensor)
-
-
-def _dataset(
-    data: Any, shape: tuple[int, ...] | None, num_classes: int | None, limit: int
-) -> tuple[Dataset, bool]:
+def _dataset(data: Any, expected: _Expected) -> tuple[Dataset, bool]:
     """Return the dataset, and whether parts of it may be held out.
 
     Raises:
@@ -118,113 +119,133 @@ def _dataset(
     """
     if isinstance(data, Dataset):
         return data, True
-    if _is_array(data):
-        return _from_arrays(data, None, shape, num_classes), True
-    pair = isinstance(data, tuple) and len(data) == 2 and all(map(_is_array, data))
-    if pair and (data[0].ndim > data[1].ndim or _are_masks(data[1])):
-        return _from_arrays(data[0], data[1], shape, num_classes), True
+    if _has_all_samples(data, expected.input_names):
+        inputs, y = split_target(data, expected.input_names, "the data")
+        return _from_arrays([as_numpy(x) for x in inputs], None if y is None else as_numpy(y), expected), True
     if isinstance(data, DataLoader):
         loaded = data.dataset
         if data.collate_fn is not default_collate or isinstance(loaded, IterableDataset):
-            return _spooled(iter(data), shape, num_classes, limit), False
+            return _spooled(iter(data), expected), False
         data = loaded
     if isinstance(data, IterableDataset):
-        return _spooled(_as_batches(iter(data)), shape, num_classes, limit), False
+        return _spooled(_as_batches(iter(data), expected.input_names), expected), False
     if isinstance(data, torch.utils.data.Dataset) or _is_map(data):
-        return _from_items(data, shape, num_classes), True
+        return _from_items(data, expected), True
     if isinstance(data, Iterable):
-        return _spooled(iter(data), shape, num_classes, limit), False
+        return _spooled(iter(data), expected), False
     raise UsageError(
         f"data is a {type(data).__name__}: give arrays, a Dataset, a DataLoader or an iterable of batches"
     )
 
 
-def _are_masks(y: Any) -> bool:
-    """Return whether ``y`` is [N, 1, H, W] of two values, and so no second batch of samples."""
-    return y.ndim == 4 and y.shape[1] == 1 and bool(((y == y.min()) | (y == y.max())).all())
+def _has_all_samples(data: Any, input_names: Sequence[str]) -> bool:
+    """Return whether ``data`` are arrays with all samples; a tuple may also be an iterable of batches."""
+    if is_array(data) or isinstance(data, Mapping):
+        return True
+    if not isinstance(data, tuple) or not data:
+        return False
+    if len(input_names) > 1:
+        return all(is_array(value) or isinstance(value, tuple) for value in data)
+    if len(data) == 2 and is_array(data[1]):
+        return isinstance(data[0], tuple) or (is_array(data[0]) and _is_target(*data))
+    return len(data) == 1 and is_array(data[0])
+
+
+def _is_target(x: Any, y: Any) -> bool:
+    """Return whether ``y`` is labels or masks [N, 1, H, W] of two values, not a second batch of samples."""
+    masks = y.ndim == 4 and y.shape[1] == 1 and bool(((y == y.min()) | (y == y.max())).all())
+    return x.ndim > y.ndim or masks
 
 
 def _is_map(data: Any) -> bool:
     return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, list | tuple)
 
 
-def _from_arrays(x: Any, y: Any, shape: tuple[int, ...] | None, num_classes: int | None) -> Dataset:
-    raw, labels = (as_numpy(v) if isinstance(v, torch.Tensor) else v for v in (x, y))
-    if len(raw) == 0:
-        raise UsageError("the arrays hold no samples")
-    if labels is not None:
-        part = Arrays(raw, labels, "the array")
-        if (pairs := array_masks(part)) is not None:
-            return pairs_dataset(pairs, Source(pairs, preprocess=Preprocess(scale=1.0)), shape)
-        labels = check_labels(labels, num_classes, "the labels")
-        if len(labels) != len(raw):
-            raise UsageError(
-                f"the arrays hold {quantity(len(raw), 'sample')} but {quantity(len(labels), 'label')}"
-            )
-        num_classes = num_classes or int(labels.max()) + 1
-    else:
-        num_classes = None
-    return array_dataset(Arrays(raw, labels, "the array"), labels, Preprocess(scale=1.0), shape, num_classes)
+def _from_arrays(arrays: Sequence[np.ndarray], y: np.ndarray | None, expected: _Expected) -> Dataset:
+    single = len(arrays) == 1
+    where = ["the array"] if single else [f"the array {name}" for name in expected.input_names]
+    inputs = tuple(Arrays(raw, name) for raw, name in zip(arrays, where, strict=True))
+    part = with_masks(RawPart(inputs, y))
+    labels = checked_labels(part, expected.num_classes)
+    classes = None if labels is None else expected.num_classes or int(labels.max()) + 1
+    return part_dataset(part, labels, SampleFormat(shape=expected.shape, num_classes=classes))
 
 
-def _from_items(data: Any, shape: tuple[int, ...] | None, num_classes: int | None) -> Dataset:
+def _from_items(data: Any, expected: _Expected) -> Dataset:
     if len(data) == 0:
-        raise UsageError("the dataset holds no samples")
-    x, y = sample_of(data[0], "item 0 of the dataset")
-    have = tuple(x.shape)
-    if shape is not None and have != shape:
-        raise UsageError(f"the dataset's samples have shape {have}, the model takes {shape}")
-    labels = None
+        raise UsageError("the dataset contains no samples")
+    names = expected.input_names
+    inputs, y = as_sample(data[0], names, "item 0 of the dataset")
+    shapes = tuple(tuple(x.shape) for x in inputs)
+    if expected.shape is not None and shapes[0] != expected.shape:
+        raise UsageError(f"the dataset's samples have shape {shapes[0]}, the model takes {expected.shape}")
+    rows = np.arange(len(data))
+    if y is None:
+        return ItemDataset(data, rows, names, shapes)
+    labels, num_classes = _listed_labels(data, expected.num_classes), expected.num_classes
+    if num_classes is None and labels is not None:
+        num_classes = int(labels.max()) + 1
+    if num_classes is None and isinstance(data, TensorDataset):
+        num_classes = int(check_labels(as_numpy(data.tensors[-1]), None, "the dataset").max()) + 1
+    return ItemDataset(data, rows, names, shapes, labels=labels, num_classes=num_classes)
+
+
+def _listed_labels(data: Any, num_classes: int | None) -> np.ndarray | None:
+    """Return the labels that a dataset lists beside its samples, as torchvision's do; None without a list."""
     targets = getattr(data, "targets", getattr(data, "labels", None))
-    if y is not None and targets is not None and len(targets) == len(data):
-        labels = check_labels(np.asarray(targets), num_classes, "the dataset")
-        num_classes = num_classes or int(labels.max()) + 1
-    return MapDataset(data, np.arange(len(data)), have, labels, num_classes if y is not None else None)
+    if targets is None or len(targets) != len(data):
+        return None
+    return check_labels(np.asarray(targets), num_classes, "the dataset")
 
 
-def _as_batches(items: Iterator[Any]) -> Iterator[Batch]:
+def _as_batches(items: Iterator[Any], input_names: Sequence[str]) -> Iterator[Any]:
     for i, item in enumerate(items):
-        x, y = sample_of(item, f"item {i} of the data")
-        yield x[None], None if y is None else torch.tensor([y])
+        inputs, y = as_sample(item, input_names, f"item {i} of the data")
+        batch = tuple(x[None] for x in inputs)
+        yield batch if y is None else (batch, torch.tensor([y]))
 
 
-def _batch_of(item: Any, number: int) -> tuple[np.ndarray, np.ndarray | None]:
-    x, y = item if isinstance(item, tuple | list) and len(item) == 2 else (item, None)
-    if not _is_array(x) or x.ndim < 2:
-        raise UsageError(f"batch {number} of the data is a {type(item).__name__}: give arrays x or (x, y)")
-    labels = None if y is None else torch.as_tensor(y).cpu().numpy()
-    return torch.as_tensor(x).detach().cpu().to(torch.float32).numpy(), labels
-
-
-def _spooled(
-    items: Iterator[Any], shape: tuple[int, ...] | None, num_classes: int | None, limit: int
-) -> Dataset:
-    """Return the batches written one by one to a temporary file and mapped from there: memory stays constant.
+def _spooled(items: Iterator[Any], expected: _Expected) -> Dataset:
+    """Return batches written one by one to temporary files and mapped from there: memory stays constant.
 
     Raises:
         UsageError: no samples, or batches that do not fit together.
     """
+    shapes: list[tuple[int, ...]] = []
     labels: list[np.ndarray] = []
-    count, sample = 0, None
-    with tempfile.TemporaryFile() as file:
+    count = 0
+    with ExitStack() as stack:
+        files: list[IO[bytes]] = [stack.enter_context(tempfile.TemporaryFile()) for _ in expected.input_names]
         for number, item in enumerate(items):
-            x, y = _batch_of(item, number)
-            if sample is None:
-                sample = x.shape[1:]
-            if x.shape[1:] != sample or ((y is None) != (not labels) and number > 0):
-                raise UsageError(f"batch {number} of the data has samples {x.shape[1:]}, the first {sample}")
-            x = x[: limit - count]
-            file.write(np.ascontiguousarray(x).tobytes())
-            count += len(x)
+            where = f"batch {number} of the data"
+            arrays, y = as_batch(item, expected.input_names, where)
+            shapes = shapes or [x.shape[1:] for x in arrays]
+            if [x.shape[1:] for x in arrays] != shapes:
+                raise UsageError(f"{where} has samples {[x.shape[1:] for x in arrays]}, the first {shapes}")
+            if (y is None) != (not labels) and number > 0:
+                raise UsageError(f"{where} has {'no ' if y is None else ''}labels, unlike the first")
+            left = expected.limit - count
+            for file, x in zip(files, arrays, strict=True):
+                file.write(np.ascontiguousarray(x[:left], np.float32).tobytes())
             if y is not None:
-                labels.append(y[: len(x)])
-            if count >= limit:
-                if next(items, None) is not None:
-                    warnings.warn(f"the data go on after {limit} samples: the rest is not used", stacklevel=4)
+                labels.append(y[:left])
+            count += min(left, len(arrays[0]))
+            if count >= expected.limit:
+                _warn_if_truncated(len(arrays[0]) > left, items, expected.limit)
                 break
-        if sample is None or count == 0:
-            raise UsageError("the data hold no samples")
-        file.flush()
-        raw = np.memmap(file, np.float32, "r", shape=(count, *sample))
-    y = np.concatenate(labels) if labels else None
-    return _from_arrays(raw, y, shape, num_classes)
+        if not count:
+            raise UsageError("the data contain no samples")
+        spooled = [_mapped(file, (count, *shape)) for file, shape in zip(files, shapes, strict=True)]
+    return _from_arrays(spooled, np.concatenate(labels) if labels else None, expected)
+
+
+def _mapped(file: IO[bytes], shape: tuple[int, ...]) -> np.ndarray:
+    file.flush()
+    return np.memmap(file, np.float32, "r", shape=shape)
+
+
+def _warn_if_truncated(cut: bool, items: Iterator[Any], limit: int) -> None:
+    """Warn if the last batch was cut, or another one follows."""
+    end = object()
+    if cut or next(items, end) is not end:
+        warnings.warn(f"iterable truncated to {quantity(limit, 'sample')}", stacklevel=5)

@@ -1,4 +1,4 @@
-"""What a reader hands over: raw parts, not yet split, checked or preprocessed."""
+"""Raw data as a source reads them: not yet split, checked or preprocessed."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ from ul2q.pipeline.data.preprocess import Preprocess
 
 @dataclass(frozen=True)
 class Arrays:
-    """A part held as arrays.
+    """Raw values of one input as an array.
 
     Attributes:
-        raw: one sample a row.
-        labels: one label a row, or None.
+        raw: [N, ...], one sample a row.
         where: file or name, for messages.
     """
 
     raw: np.ndarray
-    labels: np.ndarray | None
     where: str
 
     def __len__(self) -> int:
@@ -31,22 +29,20 @@ class Arrays:
 
 @dataclass(frozen=True)
 class Files:
-    """A part held as image files.
+    """Raw values of one input as image files.
 
     Attributes:
         paths: one image a sample.
-        labels: one label a sample, or None.
         where: folder, for messages.
         size: (height, width) of the first image.
-        odd: the first image of another size, if any.
+        mismatched: the first image of another size, if any.
         colour: whether any image has colours.
     """
 
     paths: list[Path]
-    labels: np.ndarray | None
     where: str
     size: tuple[int, int]
-    odd: Path | None
+    mismatched: Path | None
     colour: bool
 
     def __len__(self) -> int:
@@ -54,49 +50,64 @@ class Files:
         return len(self.paths)
 
 
+RawInput = Arrays | Files
+
+
 @dataclass(frozen=True)
-class Pairs:
-    """A part of images with a mask each.
+class RawMasks:
+    """Masks of the samples.
 
     Attributes:
-        images: the images.
-        masks: their masks, in the same order.
+        values: one mask a sample.
         top: raw value of a salient pixel, 1 or 255.
     """
 
-    images: Arrays | Files
-    masks: Arrays | Files
+    values: RawInput
     top: int
-    labels: None = None
-
-    def __len__(self) -> int:
-        """Return the number of images."""
-        return len(self.images)
-
-    @property
-    def where(self) -> str:
-        """File, folder or name, for messages."""
-        return self.images.where
 
 
 @dataclass(frozen=True)
-class Source:
-    """All parts of a source.
+class RawPart:
+    """Samples of one part of the data, or of data that are not yet split.
 
     Attributes:
-        train: what is there to train on; validation and test are taken from it where they are None.
-        validation: given by the source, or None.
-        test: given by the source, or None.
-        classes: names of the classes, or None.
-        augmentation: what suits the samples (see ``augment.py``).
-        preprocess: the source's own; the scale may be None.
-        held_out: number of samples for validation and for test where the source has none; None means a tenth
-            and a fifth, of images with masks a tenth each.
+        inputs: raw values of each input of the network, at least one, in the same order of samples.
+        labels: labels [N], or masks [N, H, W], [N, 1, H, W] or [N, H, W, 1] as an array; None without.
+        masks: masks that are recognised as such.
     """
 
-    train: Arrays | Files | Pairs
-    validation: Arrays | Files | Pairs | None = None
-    test: Arrays | Files | Pairs | None = None
+    inputs: tuple[RawInput, ...]
+    labels: np.ndarray | None = None
+    masks: RawMasks | None = None
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self.inputs[0])
+
+    @property
+    def where(self) -> str:
+        """File, folder or name of the first input, for messages."""
+        return self.inputs[0].where
+
+
+@dataclass(frozen=True)
+class RawData:
+    """All parts of the data that a source reads.
+
+    Attributes:
+        train: samples to train on; validation and test are taken from them where they are None.
+        validation: validation samples of the source, or None.
+        test: test samples of the source, or None.
+        classes: names of the classes, or None.
+        augmentation: kind of augmentation that suits the samples (see ``augment.py``).
+        preprocess: preprocessing of the first input; its scale may be None.
+        held_out: number of samples for validation and for test where the source has none; None means a tenth
+            and a fifth, of samples with masks a tenth each.
+    """
+
+    train: RawPart
+    validation: RawPart | None = None
+    test: RawPart | None = None
     classes: tuple[str, ...] | None = None
     augmentation: str | None = None
     preprocess: Preprocess = field(default_factory=Preprocess)

@@ -1,7 +1,7 @@
-"""Unpickling of arrays of numbers, and of nothing else: what CIFAR-10's batches are.
+"""Unpickling of arrays of numbers, and of nothing else, for CIFAR-10's batches.
 
-NumPy's own reconstruction takes the flags of a type from the file, and with these whether bytes are pointers.
-Here types and arrays are made anew from name, byte order, shape and bytes.
+NumPy's own reconstruction reads the flags of a type from the file, which decide whether bytes are pointers.
+Here types and arrays are rebuilt from name, byte order, shape and bytes.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import numpy as np
 
 
 class _Type:
-    """Stands in for numpy.dtype: a type of numbers or of text."""
+    """Replacement of numpy.dtype: a type of numbers or of text."""
 
     def __init__(self, name: Any, *_: Any) -> None:
         self.value = np.dtype(name.decode("ascii") if isinstance(name, bytes) else name)
         if self.value.kind not in "biufSU":
-            raise pickle.UnpicklingError(f"it holds values of type {self.value}")
+            raise pickle.UnpicklingError(f"it contains values of type {self.value}")
 
     def __setstate__(self, state: Any) -> None:
         order: Any = state[1].decode("ascii") if isinstance(state[1], bytes) else state[1]
@@ -29,7 +29,7 @@ class _Type:
 
 
 class _Array:
-    """Stands in for numpy.ndarray: ``value`` is the array as soon as its state is read."""
+    """Replacement of numpy.ndarray: ``value`` is the array once its state has been read."""
 
     value: np.ndarray | None = None
 
@@ -71,28 +71,28 @@ class _ArraysOnly(pickle.Unpickler):  # noqa: S301 - it is what makes unpickling
     """Unpickles numbers, strings, containers and arrays, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what stands in for one of the objects that arrays are pickled by.
+        """Return the replacement of an object that pickled arrays refer to.
 
         Raises:
             UnpicklingError: any other object.
         """
-        found = _STAND_INS.get((module.replace("numpy.core", "numpy._core"), name))
-        if found is None:
+        stand_in = _STAND_INS.get((module.replace("numpy.core", "numpy._core"), name))
+        if stand_in is None:
             raise pickle.UnpicklingError(f"it refers to {module}.{name}")
-        return found
+        return stand_in
 
 
 def unpickle(content: bytes) -> Any:
-    """Return what ``content`` holds; the values of a dictionary that are arrays as NumPy arrays.
+    """Return the object in ``content``; array values of a dictionary as NumPy arrays.
 
     Raises:
-        UnpicklingError: it holds anything but numbers, strings, containers and arrays, or announces more
-            than there is. Damage also shows as the other errors of `pickle.Unpickler.load`.
+        UnpicklingError: it contains anything but numbers, strings, containers and arrays, or announces
+            more than there is. Damage also shows as the other errors of `pickle.Unpickler.load`.
     """
     for operation, argument, _ in pickletools.genops(content):  # which stops at lengths beyond the end
         if operation.name.endswith("PUT") and argument is not None and argument > len(content):
             raise pickle.UnpicklingError(f"it asks for a table of {argument} entries")
-    found = _ArraysOnly(io.BytesIO(content), encoding="bytes").load()
-    if not isinstance(found, dict):
-        return found
-    return {key: one.value if isinstance(one, _Array) else one for key, one in found.items()}
+    values = _ArraysOnly(io.BytesIO(content), encoding="bytes").load()
+    if not isinstance(values, dict):
+        return values
+    return {key: value.value if isinstance(value, _Array) else value for key, value in values.items()}

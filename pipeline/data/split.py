@@ -1,4 +1,4 @@
-"""A fixed split into train, validation and test: the same samples whatever the seed of a run."""
+"""Split rows into train, validation and test: the same samples whatever the seed of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from ul2q.pipeline.data.counter_rng import permutation
 
-#: Seed of every split. Training with another ``--seed`` must not move samples between the parts.
+#: Seed of every split. Training with another seed must not move samples between the parts.
 SPLIT_SEED = 20210802
 
 
@@ -19,8 +19,8 @@ class Split:
     """Row numbers of the three parts, each sorted int64.
 
     Attributes:
-        train: rows to train and calibrate on.
-        validation: rows for every choice made on the way.
+        train: rows for training and calibration.
+        validation: rows for every choice (early stop, steps, learning-rate search).
         test: rows for reported accuracies.
     """
 
@@ -29,7 +29,7 @@ class Split:
     test: np.ndarray
 
     def describe(self) -> dict[str, Any]:
-        """Return what a checkpoint records: seed, sizes and a digest of the held-out rows."""
+        """Return the record for a checkpoint: seed, sizes and a digest of the held-out rows."""
         held_out = np.concatenate([self.validation, [-1], self.test]).astype("<i8")
         return {
             "seed": SPLIT_SEED,
@@ -41,7 +41,7 @@ class Split:
 
 
 def _shares(counts: np.ndarray, total: int) -> np.ndarray:
-    """Return how many of ``total`` each class gives, by largest remainder; at least one stays behind."""
+    """Return the number of samples taken of each class, by largest remainder; at least one remains."""
     exact = counts * (total / max(1, counts.sum()))
     taken = np.minimum(np.floor(exact).astype(np.int64), np.maximum(counts - 1, 0))
     for i in np.argsort(taken - exact, kind="stable")[: total - taken.sum()]:
@@ -52,10 +52,10 @@ def _shares(counts: np.ndarray, total: int) -> np.ndarray:
 def split_rows(labels: np.ndarray | None, count: int, *, validation: int, test: int) -> Split:
     """Split rows 0..count-1, stratified by ``labels``.
 
-    Every class keeps at least one sample for training, so the parts of tiny data can be smaller than asked.
+    At least one sample of every class remains for training, so the parts of tiny data can be smaller.
 
     Args:
-        labels: int [count], or None to split without regard to classes.
+        labels: int [count], or None for a split that is not stratified.
         count: number of rows.
         validation: rows wanted for validation.
         test: rows wanted for test.

@@ -106,24 +106,13 @@ def _splits(spec: str, predict: Module, fit: dict[str, Any]) -> DataSplits:
     """Return the data in the form that the model takes.
 
     Raises:
-        UsageError: the data cannot be used, or a network of several inputs is to have resized images.
+        UsageError: the data cannot be used.
     """
-    from ul2q.pipeline.data import Preprocess, load_data, load_several
+    from ul2q.pipeline.data import load_data
     from ul2q.pipeline.evaluation.backends import KerasModule, OnnxModule
     from ul2q.pipeline.graph.input_types import adapt_inputs, input_names
 
-    names = input_names(predict)
-    if len(names) > 1:
-        preprocess, classes = fit["preprocess"], fit.get("classes")
-        if isinstance(preprocess, dict):
-            preprocess = Preprocess.from_dict(preprocess)
-        count = classes if classes is None or isinstance(classes, int) else len(classes)
-        shape = fit["input_shape"]
-        if fit["changes"]:
-            raise UsageError("--resize and --crop are for networks with one input: leave them out")
-        splits = load_several(Path(spec), names, input_shape=shape, preprocess=preprocess, num_classes=count)
-    else:
-        splits = load_data(spec, **fit)
+    splits = load_data(spec, **fit, input_names=input_names(predict))
     if isinstance(predict, OnnxModule | KerasModule):
         return splits  # which know the types of their inputs
     return adapt_inputs(predict, splits)
@@ -202,17 +191,16 @@ def _named_inputs(path: Path, live: Any) -> dict[str, Array]:
     Raises:
         UsageError: it lacks one, or holds values that are not finite.
     """
-    from ul2q.pipeline.data.arrays import npz_arrays
+    from ul2q.pipeline.data.input_names import match_names
+    from ul2q.pipeline.data.sources.npz import npz_arrays
 
     names = [spec.name for spec in live.get_inputs()]
     arrays = npz_arrays(path)
-    for choice in (names, [f"x{i + 1}" for i in range(len(names))]):
-        if all(name in arrays for name in choice):
-            return {
-                name: _finite(arrays[given], f"{given} in {path}")
-                for name, given in zip(names, choice, strict=True)
-            }
-    raise UsageError(f"{path} holds {', '.join(arrays) or 'nothing'}: the model takes {', '.join(names)}")
+    if (keys := match_names(arrays, names)) is None:
+        raise UsageError(
+            f"{path} contains {', '.join(arrays) or 'nothing'}: the model takes {', '.join(names)}"
+        )
+    return {name: _finite(arrays[key], f"{key} in {path}") for name, key in zip(names, keys, strict=True)}
 
 
 def read_array(path: Path) -> Array:
@@ -238,15 +226,15 @@ def _read_inputs(
     raw = read_array(inputs) if inputs.suffix == ".npy" else None
     if raw is not None and raw.dtype != np.uint8:
         return _finite(np.asarray(raw), str(inputs))
-    from ul2q.pipeline.data import ImageDataset, Preprocess
-    from ul2q.pipeline.data.datasets import image_header
-    from ul2q.pipeline.data.images import SUFFIXES
-    from ul2q.pipeline.data.load import array_dataset
+    from ul2q.pipeline.data import Preprocess
+    from ul2q.pipeline.data.columns import Column, ImageColumn
+    from ul2q.pipeline.data.image_files import SUFFIXES, image_header
+    from ul2q.pipeline.data.raw_datasets import make_column
     from ul2q.pipeline.data.raw_parts import Arrays
 
     preprocess = Preprocess.from_dict({**recorded_preprocess(model), **changes})
     if raw is not None:
-        dataset: Any = array_dataset(Arrays(raw, None, str(inputs)), None, preprocess, shape, None)
+        column: Column = make_column(Arrays(raw, str(inputs)), preprocess, shape)
     else:
         paths = [inputs]
         if inputs.is_dir():
@@ -257,8 +245,8 @@ def _read_inputs(
             raise UsageError(f"{model} takes {shape}, which no image fits: give a .npy file")
         for path in paths:  # what is no image has no range of values either
             image_header(path)
-        dataset = ImageDataset(paths, preprocess.resolve(np.dtype(np.uint8), 0, 255, str(inputs)), shape)
-    return dataset.fetch(np.arange(len(dataset)))[0].numpy()
+        column = ImageColumn(paths, preprocess.resolve(np.dtype(np.uint8), 0, 255, str(inputs)), shape)
+    return column.fetch(np.arange(len(column))).numpy()
 
 
 def _finite(x: Array, where: str) -> Array:

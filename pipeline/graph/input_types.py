@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ul2q.pipeline.data import DataSplits, input_batches, with_types, without_channel
+from ul2q.pipeline.data import DataSplits, batches, with_types, without_channel
 
 # What running a model on inputs of an unsuitable type raises.
 _REFUSALS = (RuntimeError, ValueError, TypeError, LookupError, AssertionError)
@@ -53,8 +53,7 @@ def adapt_inputs(model: nn.Module, data: DataSplits) -> DataSplits:
 
 
 def _example(data: DataSplits) -> list[Tensor]:
-    samples = next(part for part in (data.train, data.validation, data.test) if part is not None)
-    inputs, _ = next(iter(input_batches(samples, 2)))
+    inputs, _ = next(iter(batches(data.parts[0], 2)))
     return list(inputs)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ul2q.pipeline.data import Dataset, input_batches
+from ul2q.pipeline.data import Dataset, batches
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.tasks.inference import Model, evaluating, evaluation_batch
 
@@ -43,7 +43,7 @@ def measure_accuracy(model: Model, dataset: Dataset, batch_size: int | None = No
     """
     top1 = top5 = samples = classes = 0
     with evaluating(model):
-        for inputs, labels in input_batches(dataset, batch_size or evaluation_batch(dataset.shape)):
+        for inputs, labels in batches(dataset, batch_size or evaluation_batch(dataset.shape)):
             logits = model(*inputs)
             if labels is None:
                 raise UsageError("accuracy needs labels, the data have none")

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 from torch.nn import functional as F
 
-from ul2q.pipeline.data import Dataset, DataSplits, input_batches
+from ul2q.pipeline.data import Dataset, DataSplits, batches
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.tasks.inference import Model, evaluating, evaluation_batch
 from ul2q.pipeline.tasks.saliency import SaliencySums
@@ -60,7 +60,7 @@ class Dense(Task):
             return cls()
         part = next(one for one in (data.test, data.validation, data.train) if one is not None)
         with evaluating(model):
-            inputs, _ = next(input_batches(part, min(len(part), _PROBED_SAMPLES)))
+            inputs, _ = next(batches(part, min(len(part), _PROBED_SAMPLES)))
             outputs = model(*inputs)
         if not isinstance(outputs, Tensor):
             raise UsageError(
@@ -134,7 +134,7 @@ class Dense(Task):
             return sums.values.tolist()
         size = batch_size or evaluation_batch(dataset.shape)
         with evaluating(model):
-            for inputs, masks in input_batches(dataset, size):
+            for inputs, masks in batches(dataset, size):
                 outputs = model(*inputs)
                 if masks is None or not isinstance(outputs, Tensor) or outputs.shape != masks.shape:
                     raise UsageError("saliency needs a mask for every image, and one output of its shape")

@@ -106,8 +106,8 @@ class Stream:
         index: int,
     ) -> tuple[Tensor, Tensor]:
         """Return the samples ``rows``, erased and mixed with the last micro-batch of the same index."""
-        x, y = one.fetch(rows)
-        assert y is not None  # noqa: S101 (the targets were checked before)
+        (x,), y = one.fetch(rows)  # the networks here have a single input
+        assert y is not None  # noqa: S101 (the data were checked to have targets)
         if erasing is not None:
             x = schemes.random_erasing(x, erasing[rows])
         if mixing is not None:

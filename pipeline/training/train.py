@@ -305,7 +305,7 @@ class _Run:
             self.model,
             (
                 (x.to(device), None if y is None else y.to(device))
-                for x, y in batches(self.train.subset(rows), evaluation_batch(self.train.shape))
+                for (x,), y in batches(self.train.subset(rows), evaluation_batch(self.train.shape))
             ),
             fisher=self.config.fisher,
             seed=self.config.seed,

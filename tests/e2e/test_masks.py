@@ -59,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("pairs")
     drawn = load_data("shapes", preprocess={"resize": 32}).train
     assert drawn is not None
-    x, y = drawn.fetch(np.arange(30))
+    (x,), y = drawn.fetch(np.arange(30))
     assert y is not None
     for name, values in (("images", x.permute(0, 2, 3, 1) * 255), ("masks", y[:, 0] * 255)):
         (root / name).mkdir()

@@ -121,7 +121,7 @@ def test_images_for_a_model_of_floats(cli: Any, onnx_file: Path, tmp_path: Path)
     assert "text.png cannot be read as an image" in cli(*run, tmp_path / "text.png").error()
     said = cli(*run, tmp_path / "good.png").error()
     assert "the values are bytes up to 255, the model was trained on unscaled floats" in said
-    assert "compress it with --data of images or bytes, and the --mean and --std of its training" in said
+    assert "compress it with images or bytes as data, and with the mean and std of its training" in said
 
 
 @pytest.mark.parametrize("command", [("run", "--input", "x.npy"), ("bench",), ("inspect",), ("evaluate",)])
@@ -174,7 +174,7 @@ def test_evaluate_measures_an_onnx_file(cli: Any, onnx_file: Path, tmp_path: Pat
 
     test = load_data("digits", preprocess={"scale": 0.5}).test
     assert test is not None
-    x, labels = test.fetch(np.arange(len(test)))
+    (x,), labels = test.fetch(np.arange(len(test)))
     assert labels is not None
     scores = x.numpy().reshape(len(test), 64)[:, :10]
     rank = [sorted(range(10), key=lambda i, row=row: (-row[i], i)) for row in scores]

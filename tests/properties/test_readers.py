@@ -90,7 +90,7 @@ def test_absurd_shapes_are_refused_before_memory_is_taken(tmp_path: Path) -> Non
     images.parent.mkdir()
     images.write_bytes(bytes([0, 0, 8, 3]) + struct.pack(">III", 2**31, 2**10, 2**10) + bytes(100))
     (images.parent / "train-labels-idx1-ubyte").write_bytes(bytes([0, 0, 8, 1, 0, 0, 0, 1, 0]))
-    with pytest.raises(UsageError, match="is truncated: it cannot hold 2251799813685248 bytes"):
+    with pytest.raises(UsageError, match="is truncated: it cannot contain 2251799813685248 bytes"):
         load_data(images.parent)
     folder = tmp_path / "images"
     folder.mkdir()

@@ -174,7 +174,7 @@ def broken_weights() -> nn.Module:
     ("make", "data", "message"),
     [
         (network, X[:, :, :5], "Sequential does not run on inputs of float32 [2, 1, 5, 6]: mat1 and mat2"),
-        (network, SPOILT, "sample 7 holds 36 NaN or infinite values"),
+        (network, SPOILT, "sample 7 contains 36 NaN or infinite values"),
         (network, (X, Y + 2), "the labels go up to 4, the network has 3 outputs: count classes from 0"),
         (network, X[:0], "no samples"),
         (broken_weights, X, "weights that are not finite: 5.weight (1 NaN, 1 infinite of 288)"),

@@ -89,7 +89,7 @@ def test_a_resumed_run_gives_the_same_bytes_and_repeats_no_epoch(
     run: Run, monkeypatch: pytest.MonkeyPatch, optimizer: str, points: dict[int, list[int]]
 ) -> None:
     whole = run("whole", optimizer)
-    stream, epochs = module.input_batches, []
+    stream, epochs = module.batches, []
 
     def counted(*args: Any, **options: Any) -> Any:
         epochs.append(options["epoch"])
@@ -104,7 +104,7 @@ def test_a_resumed_run_gives_the_same_bytes_and_repeats_no_epoch(
         assert unfinished_path(Path("out")).exists()
         epochs.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(module, "input_batches", counted)
+            patch.setattr(module, "batches", counted)
             assert run("out", optimizer, resume=True) == whole
         assert epochs == left
         assert [path.name for path in Path().iterdir() if path.name.startswith(".")] == []

@@ -18,7 +18,7 @@ from ul2q.pipeline.compression.compress import compress_file
 from ul2q.pipeline.compression.finetune import gentler
 from ul2q.pipeline.compression.synthetic import divergence, synthetic_splits
 from ul2q.pipeline.config import QuantConfig
-from ul2q.pipeline.data import Preprocess
+from ul2q.pipeline.data import Preprocess, batches
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.graph.capture import capture
 from ul2q.pipeline.graph.prepare import prepare
@@ -84,7 +84,8 @@ def samples(model: nn.Module, **options: Any) -> Tensor:
     splits = synthetic_splits(model, SHAPE, **{"count": 200, "seed": 0, **options})
     assert splits.train is not None
     assert (splits.validation, splits.test, splits.labelled, splits.spec) == (None, None, False, "synthetic")
-    return torch.from_numpy(splits.train.raw)  # type: ignore[attr-defined]
+    (x,), _ = next(batches(splits.train, len(splits.train)))
+    return x
 
 
 def test_inputs_match_the_stored_statistics_and_ask_for_every_class(
@@ -147,7 +148,7 @@ def test_a_network_is_compressed_without_data(
     torch.save(net, path)
     config = QuantConfig(wbits=2, samples=64, epochs=1)
     options: dict[str, Any] = {"trust_pickle": True, "synthetic": True}
-    with pytest.raises(UsageError, match=r"--data is missing: .* or, without any data, --synthetic"):
+    with pytest.raises(UsageError, match=r"`data` is missing: .* or, without any data, `synthetic`"):
         compress_file(path, config, trust_pickle=True)
     with pytest.raises(UsageError, match=r"--synthetic needs --input-shape: model\.pt does not record"):
         compress_file(path, config, **options)

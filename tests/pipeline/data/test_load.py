@@ -23,7 +23,8 @@ RNG = np.random.default_rng(0)
 
 def everything(splits: DataSplits) -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
     parts = {"train": splits.train, "validation": splits.validation, "test": splits.test}
-    return {name: next(batches(part, len(part))) for name, part in parts.items() if part is not None}
+    fetched = {name: next(batches(part, len(part))) for name, part in parts.items() if part is not None}
+    return {name: (x, y) for name, ((x,), y) in fetched.items()}
 
 
 def sizes(splits: DataSplits) -> list[int]:
@@ -88,14 +89,14 @@ def test_npz_of_bytes(tmp_path: Path) -> None:
     assert (splits.shape, splits.num_classes, splits.classes) == ((3, 6, 6), 4, None)
     assert splits.preprocess.scale == 1 / 255
     assert splits.record()["spec"].endswith("a b é.npz")
-    found = {}
+    actual = {}
     for values, labels in everything(splits).values():
         assert labels is not None
-        found |= {v.numpy().tobytes(): int(label) for v, label in zip(values, labels, strict=True)}
+        actual |= {v.numpy().tobytes(): int(label) for v, label in zip(values, labels, strict=True)}
     expected = {
         (torch.from_numpy(a).float() * (1 / 255)).numpy().tobytes(): b for a, b in zip(x, y, strict=True)
     }
-    assert found == expected
+    assert actual == expected
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ">f4", np.float64, np.int64, ">i4", np.int8, np.uint16, bool])
@@ -130,7 +131,7 @@ def test_layouts(
     moved = len(shape) == 4 and shape[1:] != seen
     expected = x.transpose(0, 3, 1, 2) if moved else x.reshape(8, *seen)
     assert splits.train is not None
-    rows = splits.train.rows  # type: ignore[attr-defined]
+    rows = splits.train.columns[0].rows  # type: ignore[attr-defined]
     assert torch.equal(everything(splits)["train"][0], torch.from_numpy(expected[rows].copy()))
 
 
@@ -151,7 +152,7 @@ def test_npy_is_unlabelled_and_mapped(tmp_path: Path) -> None:
     assert not splits.labelled
     assert splits.num_classes is None
     assert sizes(splits) == [21, 3, 6]
-    assert isinstance(splits.train.raw, np.memmap)  # type: ignore[union-attr]
+    assert isinstance(splits.train.columns[0].raw, np.memmap)  # type: ignore[union-attr]
     assert everything(splits)["train"][1] is None
 
 
@@ -170,7 +171,7 @@ def test_model_shape_and_classes_are_checked(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="outside numbers from 0: -1 at sample 4"):
         load_data(path)
     path = save_npz(tmp_path / "y.npz", x=x, y=np.abs(y))
-    with pytest.raises(UsageError, match=r"samples are 1x4x4, the model takes 1x8x8: give --resize"):
+    with pytest.raises(UsageError, match=r"samples are 1x4x4, the model takes 1x8x8: give `resize`"):
         load_data(path, input_shape=(1, 8, 8))
     with pytest.raises(UsageError, match="samples are 1x4x4, the model takes 3x4x4: convert the channels"):
         load_data(path, input_shape=(3, 4, 4))
@@ -182,8 +183,8 @@ def test_fields_of_the_preprocessing_can_be_replaced() -> None:
     plain, resized = load_data("digits"), load_data("digits", changes={"resize": 4})
     assert resized.shape == (1, 4, 4)
     assert resized.preprocess == dataclasses.replace(plain.preprocess, resize=4)  # its scale stays
-    theirs = load_data("digits", preprocess={"scale": 0.5, "resize": 6}, changes={"resize": 4})
-    assert theirs.preprocess == Preprocess(scale=0.5, resize=4)
+    recorded = load_data("digits", preprocess={"scale": 0.5, "resize": 6}, changes={"resize": 4})
+    assert recorded.preprocess == Preprocess(scale=0.5, resize=4)
 
 
 @pytest.mark.parametrize(
@@ -205,8 +206,8 @@ def test_unusable_labels(tmp_path: Path, y: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ({"images": np.zeros(3)}, "holds images: name the samples x"),
-        ({"x": np.zeros((0, 1, 2, 2))}, "holds no samples"),
+        ({"images": np.zeros(3)}, "contains images: name the samples x"),
+        ({"x": np.zeros((0, 1, 2, 2))}, "contains no samples"),
         ({"x": np.zeros(4)}, "no samples of"),
         ({"x": np.array([["a"]])}, "use numbers"),
         ({"x": np.zeros((2, 2), complex)}, "use numbers"),
@@ -229,13 +230,13 @@ def test_truncated_arrays(tmp_path: Path, suffix: str, keep: int) -> None:
     else:
         np.save(path, x)
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(UsageError, match="damaged or no"):
+    with pytest.raises(UsageError, match="damaged or not"):
         load_data(path)
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("1,2")
-    with pytest.raises(UsageError, match="no data file"):
+    with pytest.raises(UsageError, match="not a data file"):
         load_data(tmp_path / "x.csv")
 
 
@@ -275,7 +276,7 @@ def test_damaged_idx(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="train-images-idx3-ubyte is truncated: 593 of 600 bytes"):
         load_data(tmp_path)
     images.write_bytes(b"\0\0\x0d\3")
-    with pytest.raises(UsageError, match="no IDX file of bytes with 3 dimensions"):
+    with pytest.raises(UsageError, match="not an IDX file of bytes with 3 dimensions"):
         load_data(tmp_path)
     (tmp_path / "train-labels-idx1-ubyte").unlink()
     with pytest.raises(UsageError, match="no train-labels-idx1-ubyte"):
@@ -286,7 +287,7 @@ def test_truncated_gzip(tmp_path: Path) -> None:
     idx_folder(tmp_path, packed=True)
     images = tmp_path / "train-images-idx3-ubyte.gz"
     images.write_bytes(images.read_bytes()[:-30])
-    with pytest.raises(UsageError, match="damaged or no IDX"):
+    with pytest.raises(UsageError, match="damaged or not an IDX"):
         load_data(tmp_path)
 
 
@@ -340,7 +341,7 @@ def test_cifar_batches_run_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_other_pickles_are_no_cifar_batches(tmp_path: Path, content: Any) -> None:
     write_cifar(tmp_path)
     (tmp_path / "data_batch_1").write_bytes(pickle.dumps(content, protocol=2))
-    with pytest.raises(UsageError, match="data_batch_1 is no CIFAR-10 batch"):
+    with pytest.raises(UsageError, match="data_batch_1 is not a CIFAR-10 batch"):
         load_data(tmp_path)
 
 
@@ -361,12 +362,12 @@ def test_pickled_arrays_are_made_anew(order: str) -> None:
         "labels": [np.int16(5), np.float32(0.5)],
     }
     for protocol in (2, 3, 4):
-        found = unpickle(pickle.dumps(holds, protocol=protocol))
-        assert found.keys() == holds.keys()
+        loaded = unpickle(pickle.dumps(holds, protocol=protocol))
+        assert loaded.keys() == holds.keys()
         for name in ("f", "columns", "text"):
-            np.testing.assert_array_equal(found[name], holds[name])
-            assert found[name].dtype == holds[name].dtype
-        assert found["labels"] == holds["labels"]
+            np.testing.assert_array_equal(loaded[name], holds[name])
+            assert loaded[name].dtype == holds[name].dtype
+        assert loaded["labels"] == holds["labels"]
 
 
 @pytest.mark.parametrize("flag", [1, 2, 4, 8, 16, 32, 64, 128, 255])
@@ -386,8 +387,8 @@ def test_flags_of_pickled_types_are_not_believed(
 @pytest.mark.parametrize(
     ("kind", "shape", "content", "message"),
     [
-        ("O", (1,), bytes(8), "it holds values of type object"),
-        ("u1,u1", (1,), bytes(2), "it holds values of type"),
+        ("O", (1,), bytes(8), "it contains values of type object"),
+        ("u1,u1", (1,), bytes(2), "it contains values of type"),
         ("u1", (2**40,), bytes(8), r"an array of shape \[1099511627776\] does not have 1099511627776 bytes"),
         ("u1", ("a", 2**40), bytes(8), "an array has no type or shape"),
         ("u1", (-1,), bytes(8), "an array has no type or shape"),
@@ -458,7 +459,7 @@ def test_recorded_class_names_decide_the_labels(tmp_path: Path) -> None:
     assert labels is not None
     assert set(labels.tolist()) == {0, 2}
     assert all((float(v.max()) * 255 > 50) == (label == 0) for v, label in zip(values, labels, strict=True))
-    with pytest.raises(UsageError, match=r"dog is none of the model's classes \(cat, cow\)"):
+    with pytest.raises(UsageError, match=r"dog is not one of the model's classes \(cat, cow\)"):
         load_data(tmp_path, classes=["cat", "cow"])
 
 
@@ -477,7 +478,7 @@ def test_unlabelled_images(tmp_path: Path) -> None:
     assert splits.shape == (3, 5, 6)
     assert sizes(splits) == [7, 1, 2]
     class_folders(tmp_path)
-    with pytest.raises(UsageError, match=r"holds images \(0\.png\) beside subfolders"):
+    with pytest.raises(UsageError, match=r"contains images \(0\.png\) beside subfolders"):
         load_data(tmp_path)
 
 
@@ -519,8 +520,8 @@ def test_sixteen_bits_are_refused(tmp_path: Path) -> None:
 
 
 def test_empty_folders(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="holds no images"):
+    with pytest.raises(UsageError, match="contains no images"):
         load_data(tmp_path)
     (tmp_path / "cat").mkdir()
-    with pytest.raises(UsageError, match="holds no images"):
+    with pytest.raises(UsageError, match="contains no images"):
         load_data(tmp_path)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from PIL import Image
 
-from ul2q.pipeline.data import Preprocess, as_splits, batches, load_data
+from ul2q.pipeline.data import Dataset, Preprocess, as_splits, batches, load_data
 from ul2q.pipeline.data.augment import AUGMENTATIONS, COLUMNS
 from ul2q.pipeline.data.counter_rng import uniforms
-from ul2q.pipeline.data.masks import IMAGENET_MEAN, MaskDataset
+from ul2q.pipeline.data.sources.image_masks import IMAGENET_MEAN
 from ul2q.pipeline.errors import UsageError
 
 LAYOUTS = {
@@ -43,9 +43,9 @@ def write(
     return root
 
 
-def whole(dataset: MaskDataset | None) -> tuple[torch.Tensor, torch.Tensor]:
+def whole(dataset: Dataset | None) -> tuple[torch.Tensor, torch.Tensor]:
     assert dataset is not None
-    x, y = next(batches(dataset, len(dataset)))
+    (x,), y = next(batches(dataset, len(dataset)))
     assert y is not None
     return x, y
 
@@ -100,28 +100,28 @@ def test_sizes_that_networks_cannot_halve_five_times_become_224(tmp_path: Path) 
 
 
 def test_masks_of_zero_and_one_count_like_those_up_to_255(tmp_path: Path) -> None:
-    found = [
+    masks = [
         whole(load_data(write(tmp_path / str(top), *LAYOUTS["images and masks"], top=top)).test)[1]
         for top in (1, 255)
     ]
-    assert torch.equal(*found)
-    assert found[0].sum() > 0
+    assert torch.equal(*masks)
+    assert masks[0].sum() > 0
 
 
 def test_flips_move_image_and_mask_together(tmp_path: Path) -> None:
     train = load_data(write(tmp_path, *LAYOUTS["images and masks"])).train
     assert train is not None
     x, y = whole(train)
-    order_x, order_y = next(batches(train, len(train), seed=3, augment=True))
+    (order_x,), order_y = next(batches(train, len(train), seed=3, augment=True))
     flipped = uniforms("augment", 3, 0, len(train), COLUMNS)[:, 2] < 0.5
     assert flipped.any()
     assert not flipped.all()
-    found = sorted(zip(order_x.sum((1, 2, 3)).tolist(), order_x.tolist(), order_y.tolist(), strict=True))
+    actual = sorted(zip(order_x.sum((1, 2, 3)).tolist(), order_x.tolist(), order_y.tolist(), strict=True))
     expected = []
     for i in range(len(train)):
         one, mask = (v[i].flip(2) if flipped[i] else v[i] for v in (x, y))
         expected.append((one[None].sum((1, 2, 3)).item(), one.tolist(), mask.tolist()))
-    assert [value[1:] for value in found] == [value[1:] for value in sorted(expected)]
+    assert [value[1:] for value in actual] == [value[1:] for value in sorted(expected)]
     plain = AUGMENTATIONS["flip"](x, np.full((len(x), COLUMNS), 0.7))
     assert torch.equal(plain, x)
 
@@ -136,7 +136,7 @@ def test_arrays_of_masks(shape: tuple[int, ...], kind: str, tmp_path: Path) -> N
     splits = load_data(tmp_path / "d.npz")
     assert splits.dense
     assert [splits.split[name] for name in ("train", "validation", "test")] == [24, 3, 3]
-    rows = splits.train.images.rows  # type: ignore[union-attr]
+    rows = splits.train.columns[0].rows  # type: ignore[union-attr]
     np.testing.assert_array_equal(whole(splits.train)[1].numpy(), masks.reshape(30, 1, 8, 8)[rows])
     if shape[-1] != 1:
         python = as_splits((torch.from_numpy(x), torch.from_numpy(y.astype(kind))))
@@ -159,14 +159,16 @@ def test_what_does_not_belong_together_is_named(tmp_path: Path) -> None:
         load_data(root)
     root = write(tmp_path / "c", *LAYOUTS["images and masks"], count=3)
     Image.fromarray(np.zeros((16, 32), np.uint8)).save(root / "masks" / "p02.png")
-    with pytest.raises(UsageError, match=r"p02\.png is 16x32, its image p02\.png 32x32: make them alike"):
+    with pytest.raises(
+        UsageError, match=r"p02\.png is 16x32, its image p02\.png 32x32: their sizes must match"
+    ):
         load_data(root)
     (root / "masks" / "p02.png").write_bytes(b"no image")
     with pytest.raises(UsageError, match=r"masks/p02\.png cannot be read as an image"):
         load_data(root)
     for folder in ("images", "masks"):
         (tmp_path / "d" / folder).mkdir(parents=True)
-    with pytest.raises(UsageError, match="d holds no images"):
+    with pytest.raises(UsageError, match="d contains no images"):
         load_data(tmp_path / "d")
     with pytest.raises(UsageError, match="30 images but 29 masks"):
         as_splits((np.zeros((30, 3, 8, 8), np.float32), np.zeros((29, 8, 8), np.uint8)))

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ul2q import QuantConfig, compress
 from ul2q.pipeline.compression.compress import compress_file
-from ul2q.pipeline.data import InputsDataset, as_splits
+from ul2q.pipeline.data import as_splits
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.evaluation.evaluate import evaluate_file, run_file
 from ul2q.pipeline.graph.input_types import input_names, input_types, takes_sequences
@@ -89,7 +89,7 @@ FORMS: dict[str, Any] = {
 def test_several_inputs_are_taken_in_every_form(form: str) -> None:
     splits = as_splits(FORMS[form](), input_names=("image", "extra"))
     parts = [part for part in (splits.train, splits.validation, splits.test) if part is not None]
-    fetched = [part.fetch_inputs(np.arange(len(part))) for part in parts]
+    fetched = [part.fetch(np.arange(len(part))) for part in parts]
     image, extra = (torch.cat([inputs[i] for inputs, _ in fetched]) for i in (0, 1))
     labels = torch.cat([y for _, y in fetched if y is not None])
     order = image[:, 0, 0, 0].argsort()
@@ -110,8 +110,8 @@ def test_several_inputs_are_taken_in_every_form(form: str) -> None:
         ),
         ({"image": IMAGE, "other": EXTRA}, "the network takes 2 inputs: give (image, extra)"),
         ((IMAGE, EXTRA, Y[:9]), "60 samples but 9 labels"),
-        (iter([]), "the data hold no samples"),
-        (iter([(IMAGE[:5], EXTRA[:5]), (IMAGE[:5], EXTRA[:5, :3])]), "batch 1 of the data has inputs"),
+        (iter([]), "the data contain no samples"),
+        (iter([(IMAGE[:5], EXTRA[:5]), (IMAGE[:5], EXTRA[:5, :3])]), "batch 1 of the data has samples"),
         (5, "data is a int: give arrays"),
     ],
 )
@@ -119,13 +119,6 @@ def test_data_that_do_not_fit_several_inputs(data: Any, message: str) -> None:
     with pytest.raises(UsageError) as refused:
         as_splits(data, input_names=("image", "extra"))
     assert message in str(refused.value)
-
-
-def test_a_single_input_is_asked_for_where_several_are_no_use() -> None:
-    train = as_splits((IMAGE, EXTRA), input_names=("image", "extra")).train
-    assert isinstance(train, InputsDataset)
-    with pytest.raises(UsageError, match="hold 2 inputs a sample"):
-        train.fetch(np.arange(3))
 
 
 @pytest.mark.case("two-inputs", outcome="works")
@@ -153,14 +146,16 @@ def test_two_inputs_from_a_file(tmp_path: Path) -> None:
         )  # fmt: skip
     written = tmp_path / "module-w4a8" / "model.onnx"
     for model in (written, tmp_path / "module.pt"):
-        found = evaluate_file(model, str(tmp_path / "data.npz"), trust_pickle=True)
-        assert found["samples"] == 12
+        result = evaluate_file(model, str(tmp_path / "data.npz"), trust_pickle=True)
+        assert result["samples"] == 12
+        resized = evaluate_file(model, str(tmp_path / "data.npz"), trust_pickle=True, changes={"resize": 6})
+        assert resized == result  # the first input is preprocessed as a single one, here to its own size
     outputs = run_file(written, tmp_path / "data.npz")
     np.testing.assert_array_equal(
         outputs, next(iter(runtime.run(live, {"image": IMAGE, "extra": EXTRA}).values()))
     )
     np.savez(tmp_path / "lacking.npz", x1=IMAGE)
-    with pytest.raises(UsageError, match=r"lacking\.npz holds x1: the model takes image, extra"):
+    with pytest.raises(UsageError, match=r"lacking\.npz contains x1: the model takes image, extra"):
         run_file(written, tmp_path / "lacking.npz")
     for name in ("lacking.npz", "none.npz"):
         with pytest.raises(UsageError, match=r"x1\.\.x2"):
@@ -187,8 +182,8 @@ def test_tokens_stay_whole_numbers(tmp_path: Path) -> None:
     }
     result.save(tmp_path / "out")
     np.savez(tmp_path / "data.npz", tokens=tokens, hidden=hidden, y=Y)
-    found = evaluate_file(tmp_path / "out" / "model.onnx", str(tmp_path / "data.npz"))
-    assert found["samples"] == 12
+    measured = evaluate_file(tmp_path / "out" / "model.onnx", str(tmp_path / "data.npz"))
+    assert measured["samples"] == 12
     live = runtime.session(tmp_path / "out" / "model.onnx")
     assert [spec.type for spec in live.get_inputs()] == ["tensor(int64)", "tensor(float)"]
     assert result.report["parity"]["onnxruntime"]["argmax_agreement"] == 1

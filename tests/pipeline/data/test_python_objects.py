@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import tracemalloc
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +24,7 @@ def everything(splits: DataSplits) -> tuple[torch.Tensor, torch.Tensor | None]:
     """All samples of all parts, sorted so that the split does not matter."""
     parts = [p for p in (splits.train, splits.validation, splits.test) if p is not None]
     pairs = [next(batches(part, len(part))) for part in parts]
-    x = torch.cat([x for x, _ in pairs])
+    x = torch.cat([x for (x,), _ in pairs])
     order = x[:, 0, 0, 0].argsort()
     labels = [y for _, y in pairs if y is not None]
     return x[order], torch.cat(labels)[order] if labels else None
@@ -146,11 +148,11 @@ def test_known_labels_are_stratified() -> None:
 
 @pytest.mark.case("generator", outcome="warned")
 def test_endless_data_are_cut_with_a_warning() -> None:
-    with pytest.warns(UserWarning, match="go on after 50 samples"):
+    with pytest.warns(UserWarning, match="truncated to 50 samples"):
         splits = as_splits(Endless(), limit=50)
     assert len(splits.train or ()) == 50
     loader = DataLoader(Endless(), batch_size=8)
-    with pytest.warns(UserWarning, match="go on after 13 samples"):
+    with pytest.warns(UserWarning, match="truncated to 13 samples"):
         assert len(as_splits(loader, limit=13).train or ()) == 13
 
 
@@ -181,7 +183,7 @@ def test_a_long_iterable_takes_constant_memory() -> None:
         ([(X, Y), X], "batch 1 of the data"),
         (np.zeros((3, 1, 5, 5), np.float32), "the model takes 1x4x4"),
         (TensorDataset(torch.zeros(3, 1, 5, 5)), "shape|give a tensor"),
-        ([{"x": X}], "batch 0 of the data is a dict"),
+        ([{"z": X}], "batch 0 of the data is a dict"),
         (np.array([["a"]]), "use numbers"),
     ],
 )
@@ -200,3 +202,164 @@ def test_items_of_another_shape_or_label_are_refused_when_fetched() -> None:
     labelled = as_splits(Items(), num_classes=2)
     with pytest.raises(UsageError, match="outside the 2 classes"):
         next(batches(labelled.train, 14))  # type: ignore[arg-type]
+
+
+# --- the rules of the module docstring, for one and for two inputs
+
+IMAGES = np.random.default_rng(1).random((20, 1, 4, 4), dtype=np.float32)
+NUMBERS = np.random.default_rng(2).random((20, 3), dtype=np.float32)
+ALL_INPUTS = {"one": (IMAGES,), "two": (IMAGES, NUMBERS)}
+
+
+@pytest.fixture(params=ALL_INPUTS)
+def inputs(request: pytest.FixtureRequest) -> tuple[np.ndarray, ...]:
+    return ALL_INPUTS[request.param]
+
+
+def taken(data: Any, inputs: tuple[np.ndarray, ...], **options: Any) -> DataSplits:
+    """Splits of ``data`` for a network with as many inputs as ``inputs``."""
+    return as_splits(data, input_names=[f"input{i}" for i in range(len(inputs))], **options)
+
+
+def parts_of(inputs: tuple[np.ndarray, ...], *ends: int, labels: bool = True) -> Iterator[Any]:
+    """Batches that end before the samples ``ends``."""
+    for start, end in itertools.pairwise((0, *ends)):
+        values = tuple(x[start:end] for x in inputs)
+        yield (values, Y[start:end]) if labels else values
+
+
+class Samples(torch.utils.data.Dataset[Any]):
+    def __init__(self, inputs: tuple[np.ndarray, ...]) -> None:
+        self.inputs = inputs
+
+    def __len__(self) -> int:
+        return len(Y)
+
+    def __getitem__(self, i: int) -> Any:
+        return *(x[i] for x in self.inputs), Y[i]
+
+
+FORMS: dict[str, tuple[Any, bool]] = {
+    "flat": (lambda xs: (*xs, Y), True),
+    "nested": (lambda xs: (xs, Y), True),
+    "tensors": (lambda xs: tuple(torch.from_numpy(v) for v in (*xs, Y)), True),
+    "named": (lambda xs: {f"input{i}": x for i, x in enumerate(xs)} | {"y": Y}, True),
+    "numbered": (lambda xs: {f"x{i + 1}": x for i, x in enumerate(xs)} | {"y": Y}, True),
+    "Dataset": (Samples, True),
+    "TensorDataset": (lambda xs: TensorDataset(*(torch.from_numpy(v) for v in (*xs, Y))), True),
+    "DataLoader": (lambda xs: DataLoader(Samples(xs), batch_size=6), True),
+    "own collate": (lambda xs: DataLoader(Samples(xs), batch_size=6, collate_fn=stacked_arrays), False),
+    "batches": (lambda xs: parts_of(xs, 7, 14, 20), False),
+    "list of batches": (lambda xs: list(parts_of(xs, 7, 14, 20)), False),
+    "samples": (lambda xs: Streamed(Samples(xs)), False),
+}
+
+
+class Streamed(IterableDataset[Any]):
+    def __init__(self, samples: Samples) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.samples[i] for i in range(len(self.samples)))
+
+
+def stacked_arrays(samples: Any) -> Any:
+    return tuple(np.stack(values) for values in zip(*samples, strict=True))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_form_is_held_out_or_not_for_any_number_of_inputs(
+    form: str, inputs: tuple[np.ndarray, ...], recwarn: pytest.WarningsRecorder
+) -> None:
+    make, held_out = FORMS[form]
+    splits = taken(make(inputs), inputs, num_classes=4)
+    assert [len(part) for part in splits.parts] == ([14, 2, 4] if held_out else [20])
+    assert splits.num_classes == 4
+    assert splits.shape == (1, 4, 4)
+    fetched = [part.fetch(np.arange(len(part))) for part in splits.parts]
+    labels = torch.cat([y for _, y in fetched if y is not None])
+    order = torch.cat([values[0] for values, _ in fetched])[:, 0, 0, 0].argsort()
+    expected = IMAGES[:, 0, 0, 0].argsort()
+    for i, x in enumerate(inputs):
+        actual = torch.cat([values[i] for values, _ in fetched])[order]
+        np.testing.assert_array_equal(actual, x[expected])
+    np.testing.assert_array_equal(labels[order], Y[expected])
+    assert not [warning for warning in recwarn if "truncated" in str(warning.message)]
+
+
+@pytest.mark.parametrize(
+    ("ends", "limit", "samples", "warned"),
+    [
+        ((10, 20), 10, 10, True),  # a further batch
+        ((10, 20), 13, 13, True),  # a further batch, and the last is cut
+        ((20,), 13, 13, True),  # only the rest of the last batch
+        ((10, 20), 20, 20, False),  # the limit is the end
+        ((10, 20), 21, 20, False),
+    ],
+)
+@pytest.mark.case("generator", outcome="warned")
+def test_an_iterable_is_truncated_with_a_warning_if_samples_are_left_out(
+    inputs: tuple[np.ndarray, ...], ends: tuple[int, ...], limit: int, samples: int, warned: bool
+) -> None:
+    with warnings.catch_warnings(record=True) as raised:
+        warnings.simplefilter("always")
+        splits = taken(parts_of(inputs, *ends), inputs, limit=limit)
+    assert [str(w.message) for w in raised] == [f"iterable truncated to {limit} samples"] * warned
+    assert all(w.filename == __file__ for w in raised) or not warned
+    (part,) = splits.parts
+    assert len(part) == samples
+    values, y = part.fetch(np.arange(samples))
+    for x, value in zip(inputs, values, strict=True):
+        np.testing.assert_array_equal(value, x[:samples])
+    np.testing.assert_array_equal(y, Y[:samples])  # type: ignore[arg-type]
+
+
+def test_a_dataset_is_never_truncated(inputs: tuple[np.ndarray, ...]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert sum(len(part) for part in taken(Samples(inputs), inputs, limit=3).parts) == 20
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "another kind": (lambda _: 3, "data is a int: give arrays"),
+    "no batches": (lambda _: iter([]), "contain no samples"),
+    "no samples": (lambda xs: (*(x[:0] for x in xs), Y[:0]), "contains no samples"),
+    "empty list": (lambda _: [], "contain no samples"),
+    "text": (lambda _: ["a"], "batch 0 of the data is a str"),
+    "unknown names": (lambda xs: [{"z": xs[0]}], "batch 0 of the data is a dict"),
+    "unknown parts": (lambda xs: {"valid": xs}, r"unknown parts of the data \['valid'\]"),
+    "labels of some batches": (
+        lambda xs: [*parts_of(xs, 10), *parts_of(xs, 10, labels=False)],
+        "batch 1 of the data has no labels",
+    ),
+    "labels of later batches": (
+        lambda xs: [*parts_of(xs, 10, labels=False), *parts_of(xs, 10)],
+        "batch 1 of the data has labels",
+    ),
+    "other shapes": (
+        lambda xs: [*parts_of(xs, 10), *parts_of((*xs[:-1], xs[-1][:, :, None]), 10)],
+        "batch 1 of the data has samples",
+    ),
+    "missing labels": (lambda xs: (xs, Y[:9]), "20 samples but 9 labels"),
+    "missing labels of a batch": (lambda xs: [(xs, Y[:9])], "20 samples but 9 labels"),
+    "labels outside": (lambda xs: (xs, Y + 9), "outside the 4 classes"),
+    "labels that are fractions": (lambda xs: (xs, Y + 0.5), "use whole numbers"),
+    "objects": (lambda xs: (tuple(x.astype(str) for x in xs), Y), "use numbers"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_refused_for_any_number_of_inputs(kind: str, inputs: tuple[np.ndarray, ...]) -> None:
+    make, message = REFUSED[kind]
+    with pytest.raises(UsageError, match=message):
+        taken(make(inputs), inputs, num_classes=4)
+
+
+def test_masks_are_targets_of_any_number_of_inputs(inputs: tuple[np.ndarray, ...]) -> None:
+    masks = np.random.default_rng(3).random((20, 4, 4)) < 0.5
+    splits = taken((inputs, masks), inputs)
+    assert splits.dense
+    assert [len(part) for part in splits.parts] == [16, 2, 2]
+    train: Any = splits.train
+    _, y = train.fetch(np.arange(16))
+    np.testing.assert_array_equal(y[:, 0], masks[train.columns[0].rows])

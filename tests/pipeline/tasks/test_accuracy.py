@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ul2q.pipeline.data import ArrayDataset, Preprocess
+from ul2q.pipeline.data import ColumnDataset, array_dataset
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.tasks.accuracy import measure_accuracy
 from ul2q.pipeline.tasks.inference import evaluation_batch
@@ -15,9 +15,8 @@ from ul2q.pipeline.tasks.inference import evaluation_batch
 RNG = np.random.default_rng(0)
 
 
-def scores_as_data(scores: np.ndarray, labels: np.ndarray | None) -> ArrayDataset:
-    rows = np.arange(len(scores))
-    return ArrayDataset(scores, rows, Preprocess(scale=1.0), scores.shape[1:], "x", labels, scores.shape[1])
+def scores_as_data(scores: np.ndarray, labels: np.ndarray | None) -> ColumnDataset:
+    return array_dataset(scores, labels=labels, num_classes=scores.shape[1])
 
 
 @pytest.mark.parametrize(
@@ -26,7 +25,7 @@ def scores_as_data(scores: np.ndarray, labels: np.ndarray | None) -> ArrayDatase
 def test_large_samples_are_measured_few_at_a_time(shape: tuple[int, ...], count: int) -> None:
     assert evaluation_batch(shape) == count
     x = np.zeros((30, *shape), np.uint8)
-    data = ArrayDataset(x, np.arange(30), Preprocess(), shape, "x", np.zeros(30, np.int64), 2)
+    data = array_dataset(x, labels=np.zeros(30, np.int64), num_classes=2)
     seen: list[int] = []
 
     def model(batch: torch.Tensor) -> torch.Tensor:

@@ -112,7 +112,7 @@ def test_measurements_are_those_of_the_data_set_and_add_up(dense: DataSplits) ->
     part = dense.train
     assert part is not None
     expected = SaliencySums.empty()
-    x, y = part.fetch(np.arange(len(part)))
+    (x,), y = part.fetch(np.arange(len(part)))
     assert y is not None
     for p, g in zip(x[:, 0].sigmoid().double().numpy(), y[:, 0].numpy() > 0.5, strict=True):
         expected = expected.with_image(p, g)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ul2q.pipeline.config import TrainConfig
-from ul2q.pipeline.data import ArrayDataset, Preprocess
+from ul2q.pipeline.data import array_dataset
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.tasks import Classification
 from ul2q.pipeline.training.ranks import Ranks
@@ -21,9 +21,7 @@ from ul2q.pipeline.training.stream import Stream, cut
 def stream(rank: int = 0, world: int = 1, count: int = 50, **changes: Any) -> Stream:
     raw = np.random.default_rng(0).random((count, 1, 8, 8), dtype=np.float32)
     labels = np.arange(count) % 5
-    data = ArrayDataset(
-        raw, np.arange(count), Preprocess(scale=1.0), (1, 8, 8), "x", labels, 5, augmentation="affine"
-    )
+    data = array_dataset(raw, labels=labels, num_classes=5, augmentation="affine")
     settings = resolve(TrainConfig("mlp", "x", **changes))
     return Stream(data, settings, Ranks(rank, world), Classification(5), seed=1, augment=True)
 

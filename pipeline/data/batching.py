@@ -1,26 +1,16 @@
-"""Batches whose order and augmentation are functions of seed, epoch and sample, and of nothing else."""
+"""Batches whose order and augmentation depend on seed, epoch and sample only."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TypedDict, Unpack
 
 import numpy as np
 import torch
 
 from ul2q.pipeline.data.augment import AUGMENTATIONS, COLUMNS
 from ul2q.pipeline.data.counter_rng import permutation, uniforms
-from ul2q.pipeline.data.datasets import Batch, Dataset, Inputs
+from ul2q.pipeline.data.datasets import Batch, Dataset
 from ul2q.pipeline.errors import UsageError, quantity
-
-
-class Order(TypedDict, total=False):
-    """What `input_batches` may be told of order and number."""
-
-    seed: int | None
-    epoch: int
-    augment: bool
-    drop_last: bool
 
 
 class Pass:
@@ -34,7 +24,7 @@ class Pass:
     def __init__(
         self, dataset: Dataset, *, seed: int | None = None, epoch: int = 0, augment: bool = False
     ) -> None:
-        """Settle order and augmentation.
+        """Draw the order and the numbers of the augmentation.
 
         Args:
             dataset: the samples.
@@ -55,16 +45,14 @@ class Pass:
             self._numbers = uniforms("augment", seed, epoch, count, COLUMNS)
 
     def fetch(self, rows: np.ndarray) -> Batch:
-        """Return the samples ``rows`` (int64 [N], part of ``order``) as this pass has them.
+        """Return the samples ``rows`` (int64 [N], part of ``order``) as this pass varies them.
+
+        The first input and masks are varied alike; further inputs stay as they are.
 
         Raises:
-            UsageError: a sample cannot be read, holds NaN or Inf (named), or has several inputs.
+            UsageError: a sample cannot be read, or contains NaN or Inf (named).
         """
-        return _single(*self.fetch_inputs(rows))
-
-    def fetch_inputs(self, rows: np.ndarray) -> tuple[Inputs, torch.Tensor | None]:
-        """Return every input of the samples ``rows``, and targets; the first input and masks are varied."""
-        inputs, y = self.dataset.fetch_inputs(rows)
+        inputs, y = self.dataset.fetch(rows)
         for x in inputs:
             _check_finite(x, rows, self.dataset)
         if self._kind is not None:
@@ -74,7 +62,7 @@ class Pass:
         return inputs, y
 
 
-def input_batches(
+def batches(
     dataset: Dataset,
     batch_size: int,
     *,
@@ -82,7 +70,7 @@ def input_batches(
     epoch: int = 0,
     augment: bool = False,
     drop_last: bool = False,
-) -> Iterator[tuple[Inputs, torch.Tensor | None]]:
+) -> Iterator[Batch]:
     """Yield ``dataset`` once in batches ((x1, x2, …), y or None); x are [N, ...], for images [N, C, H, W].
 
     Args:
@@ -98,28 +86,7 @@ def input_batches(
     """
     one = Pass(dataset, seed=seed, epoch=epoch, augment=augment)
     for rows in _cut(one.order, batch_size, drop_last):
-        yield one.fetch_inputs(rows)
-
-
-def batches(dataset: Dataset, batch_size: int, **options: Unpack[Order]) -> Iterator[Batch]:
-    """Yield ``dataset``, which has a single input, in batches (x float32 [N, C, H, W], y int64 [N] or None).
-
-    Args:
-        dataset: the samples.
-        batch_size: N; the last batch may be smaller.
-        options: those of :func:`input_batches`.
-
-    Yields:
-        One batch after another.
-    """
-    for inputs, y in input_batches(dataset, batch_size, **options):
-        yield _single(inputs, y)
-
-
-def _single(inputs: Inputs, y: torch.Tensor | None) -> Batch:
-    if len(inputs) > 1:
-        raise UsageError(f"the data hold {len(inputs)} inputs a sample: this needs a single one")
-    return inputs[0], y
+        yield one.fetch(rows)
 
 
 def _cut(order: np.ndarray, batch_size: int, drop_last: bool) -> Iterator[np.ndarray]:
@@ -137,5 +104,5 @@ def _check_finite(x: torch.Tensor, rows: np.ndarray, dataset: Dataset) -> None:
     if bad.any():
         i = int(bad.argmax())
         raise UsageError(
-            f"{dataset.describe(rows[i])} holds {quantity(int(bad[i]), 'NaN or infinite value')}"
+            f"{dataset.describe(rows[i])} contains {quantity(int(bad[i]), 'NaN or infinite value')}"
         )

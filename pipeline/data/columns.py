@@ -1,0 +1,150 @@
+"""Columns: the values of one input (or of the masks), fetched by row and preprocessed when they are fetched.
+
+Shapes: a column has a value of shape ``shape`` for each row; fetched values are float32 [N, *shape], for
+images [N, C, H, W].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import torch
+from PIL import Image
+
+from ul2q.pipeline.data.preprocess import Preprocess
+from ul2q.pipeline.errors import UsageError
+
+
+class Column(ABC):
+    """Values of one input, rows 0..len-1.
+
+    Attributes:
+        preprocess: resolved preprocessing.
+        shape: shape of one fetched value.
+    """
+
+    preprocess: Preprocess
+    shape: tuple[int, ...]
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of rows."""
+
+    @abstractmethod
+    def fetch(self, rows: np.ndarray) -> torch.Tensor:
+        """Return the values of ``rows`` (int64 [N]), float32 [N, *shape].
+
+        Raises:
+            UsageError: a value is unusable; the message names it.
+        """
+
+    @abstractmethod
+    def subset(self, rows: np.ndarray) -> Self:
+        """Return the column of ``rows`` only, renumbered from 0; values are shared."""
+
+    @abstractmethod
+    def describe(self, row: int) -> str:
+        """Return the name of the value in ``row`` for messages."""
+
+
+@dataclass(frozen=True)
+class ArrayColumn(Column):
+    """Rows of an array in memory (or mapped from a file), raw until they are fetched.
+
+    Attributes:
+        raw: [M, C, H, W], [M, H, W, C] if ``channels_last``, or [M, ...].
+        rows: int64 [len], the rows of ``raw`` that belong to this column.
+        where: the source, for messages.
+        channels_last: layout of ``raw``.
+        channel_added: whether the source contains [M, H, W] without a channel.
+    """
+
+    raw: np.ndarray
+    rows: np.ndarray
+    preprocess: Preprocess
+    shape: tuple[int, ...]
+    where: str
+    channels_last: bool = False
+    channel_added: bool = False
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.rows)
+
+    def fetch(self, rows: np.ndarray) -> torch.Tensor:
+        """Return the values of ``rows`` (int64 [N]), float32 [N, *shape]."""
+        values = np.ascontiguousarray(self.raw[self.rows[rows]])
+        # torch lacks some of the wider types, and byte orders
+        if values.dtype.kind in "iuf" and values.dtype.itemsize > 1:
+            values = values.astype(np.float32)
+        x = torch.from_numpy(values)
+        if self.channels_last:
+            x = x.permute(0, 3, 1, 2)
+        return self.preprocess.values(self.preprocess.spatial(x, self.where))
+
+    def subset(self, rows: np.ndarray) -> Self:
+        """Return the column of ``rows`` only; the array is shared."""
+        return dataclasses.replace(self, rows=self.rows[rows])
+
+    def describe(self, row: int) -> str:
+        """Return the source and the row in it."""
+        return f"{self.where}: sample {self.rows[row]}"
+
+
+@dataclass(frozen=True)
+class ImageColumn(Column):
+    """Image files, read when they are fetched.
+
+    Attributes:
+        paths: one file a row.
+    """
+
+    paths: Sequence[Path]
+    preprocess: Preprocess
+    shape: tuple[int, ...]
+
+    def __len__(self) -> int:
+        """Return the number of images."""
+        return len(self.paths)
+
+    def _read(self, path: Path) -> torch.Tensor:
+        """Return the image as [1, C, H, W] after resize and crop.
+
+        Raises:
+            UsageError: the file cannot be read or has another size.
+        """
+        try:
+            with Image.open(path) as image:
+                pixels = np.array(image.convert("L" if self.shape[0] == 1 else "RGB"))
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            raise UsageError(f"{path} cannot be read as an image ({error}): replace or remove it") from error
+        x = torch.from_numpy(pixels.reshape(*pixels.shape[:2], self.shape[0])).permute(2, 0, 1)[None]
+        x = self.preprocess.spatial(x, str(path))
+        if tuple(x.shape[1:]) != tuple(self.shape):
+            raise UsageError(
+                f"{path} is {x.shape[2]}x{x.shape[3]}, the model's input {self.shape[1]}x{self.shape[2]}: "
+                "give `resize` or `crop`"
+            )
+        return x
+
+    def fetch(self, rows: np.ndarray) -> torch.Tensor:
+        """Return the images ``rows`` (int64 [N]), float32 [N, C, H, W].
+
+        Raises:
+            UsageError: a file cannot be read or has another size; the message names it.
+        """
+        return self.preprocess.values(torch.cat([self._read(self.paths[i]) for i in rows]))
+
+    def subset(self, rows: np.ndarray) -> Self:
+        """Return the column of ``rows`` only."""
+        return dataclasses.replace(self, paths=[self.paths[i] for i in rows])
+
+    def describe(self, row: int) -> str:
+        """Return the path."""
+        return str(self.paths[row])

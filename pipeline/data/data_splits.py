@@ -1,0 +1,152 @@
+"""Data split into training, validation and test samples, and changes of all three parts at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+from ul2q.pipeline.data.columns import ArrayColumn
+from ul2q.pipeline.data.datasets import ColumnDataset, Dataset
+from ul2q.pipeline.data.preprocess import Preprocess
+from ul2q.pipeline.data.split import split_rows
+from ul2q.pipeline.errors import UsageError
+
+#: names of the parts
+PARTS: Final = ("train", "validation", "test")
+
+Parts = Mapping[str, Dataset | None]
+
+
+@dataclass(frozen=True)
+class DataSplits:
+    """Data ready to use; a part without samples is None.
+
+    Attributes:
+        train: for training, calibration and statistics.
+        validation: for every choice (early stop, steps, learning-rate search).
+        test: for reported accuracies only.
+        spec: the source as the user named it.
+        shape: shape of one sample of the first input: (C, H, W) or (features,).
+        classes: names of the classes in label order; None without labels or without names.
+        num_classes: number of classes; None without labels.
+        preprocess: preprocessing of the raw samples of the first input.
+        split: how the parts came about (see ``Split.describe``).
+    """
+
+    train: Dataset | None
+    validation: Dataset | None
+    test: Dataset | None
+    spec: str
+    shape: tuple[int, ...]
+    classes: tuple[str, ...] | None = None
+    num_classes: int | None = None
+    preprocess: Preprocess = field(default_factory=Preprocess)
+    split: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def parts(self) -> tuple[Dataset, ...]:
+        """The parts that have samples, training samples first."""
+        parts = (self.train, self.validation, self.test)
+        return tuple(part for part in parts if part is not None)
+
+    @property
+    def labelled(self) -> bool:
+        """Whether the samples have labels or masks."""
+        return self.num_classes is not None or self.dense
+
+    @property
+    def dense(self) -> bool:
+        """Whether the samples have masks."""
+        return any(part.dense for part in self.parts)
+
+    def record(self) -> dict[str, Any]:
+        """Return what a checkpoint records under ``data``."""
+        return {"spec": self.spec, "split": dict(self.split)}
+
+    def map(self, change: Callable[[Dataset], Dataset]) -> DataSplits:
+        """Return the splits with ``change`` applied to every part that has samples."""
+        parts: dict[str, Any] = {
+            name: None if (part := getattr(self, name)) is None else change(part) for name in PARTS
+        }
+        return dataclasses.replace(self, **parts)
+
+
+def make_splits(parts: Parts, *, spec: str, record: dict[str, Any], **fields: Any) -> DataSplits:
+    """Return parts as splits, described by the first that has samples.
+
+    Args:
+        parts: datasets by the names of the parts.
+        spec: the source as the user named it.
+        record: how the parts came about.
+        fields: other fields of `DataSplits`.
+
+    Returns:
+        The splits.
+
+    Raises:
+        UsageError: no part has samples.
+    """
+    first = next((part for name in PARTS if (part := parts.get(name)) is not None), None)
+    if first is None:
+        raise UsageError("the data contain no samples")
+    described = {"num_classes": first.num_classes, "preprocess": first.preprocess, **fields}
+    train, validation, test = (parts.get(name) for name in PARTS)
+    return DataSplits(train, validation, test, spec=spec, shape=first.shape, split=record, **described)
+
+
+def hold_out(
+    data: Dataset, separate: Parts | None = None, counts: tuple[int, int] | None = None
+) -> tuple[dict[str, Dataset | None], dict[str, Any]]:
+    """Hold out validation and test samples of ``data``, but for parts that exist separately.
+
+    Args:
+        data: the samples to split, stratified by their labels if these are known beforehand.
+        separate: validation and test samples of the source itself, where it has them.
+        counts: numbers of samples to hold out for validation and test; None means a tenth and a fifth, of
+            samples with masks a tenth each.
+
+    Returns:
+        The parts, and the record of the split.
+    """
+    existing = {name: part for name, part in (separate or {}).items() if part is not None}
+    number = len(data)
+    validation, test = counts or (round(0.1 * number), round((0.1 if data.dense else 0.2) * number))
+    split = split_rows(
+        data.labels,
+        number,
+        validation=0 if "validation" in existing else validation,
+        test=0 if "test" in existing else test,
+    )
+    parts = {name: data.subset(rows) if len(rows := getattr(split, name)) else None for name in PARTS}
+    return parts | existing, split.describe() | {name: len(part) for name, part in existing.items()}
+
+
+def with_types(splits: DataSplits, types: Sequence[torch.dtype]) -> DataSplits:
+    """Return ``splits`` with inputs of the given ``types``; inputs other than float32 are not augmented."""
+    if all(kind == torch.float32 for kind in types):
+        return splits
+    return splits.map(lambda part: dataclasses.replace(part, types=tuple(types), augmentation=None))
+
+
+def without_channel(splits: DataSplits) -> DataSplits | None:
+    """Return arrays [M, H, W] of a single input without the channel added to them; None for other data."""
+    if not all(_has_added_channel(part) for part in splits.parts):
+        return None
+    return dataclasses.replace(splits.map(_without_channel), shape=splits.shape[1:])
+
+
+def _has_added_channel(part: Dataset) -> bool:
+    if not isinstance(part, ColumnDataset) or part.dense or len(part.columns) > 1:
+        return False
+    column = part.columns[0]
+    return isinstance(column, ArrayColumn) and column.channel_added
+
+
+def _without_channel(part: Dataset) -> Dataset:
+    column: Any = part.columns[0]  # type: ignore[attr-defined]  # as `_has_added_channel` says
+    column = dataclasses.replace(column, raw=column.raw[:, 0], shape=column.shape[1:], channel_added=False)
+    return dataclasses.replace(part, columns=(column,), augmentation=None)  # type: ignore[call-arg]

@@ -1,0 +1,252 @@
+"""Datasets of raw data: samples and labels are checked against the network's first input and its classes.
+
+Only the first input is preprocessed; further inputs are used as they are stored, whatever their type and
+shape. The layout of an array is inferred (a channel added to [N, H, W], channels moved first) only where the
+network has a single input or the shape of its first input is known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ul2q.pipeline.data.columns import ArrayColumn, Column, ImageColumn
+from ul2q.pipeline.data.data_splits import PARTS, DataSplits, hold_out, make_splits
+from ul2q.pipeline.data.datasets import ColumnDataset, Dataset, Masks, check_labels
+from ul2q.pipeline.data.preprocess import Preprocess
+from ul2q.pipeline.data.raw_parts import Arrays, Files, RawData, RawInput, RawMasks, RawPart
+from ul2q.pipeline.errors import UsageError, quantity
+
+_AS_STORED = Preprocess(scale=1.0)
+
+
+@dataclass(frozen=True)
+class SampleFormat:
+    """Form in which samples are fetched.
+
+    Attributes:
+        preprocess: preprocessing of the first input; its scale may be None.
+        shape: (C, H, W) or (features,) of the first input, or None if unknown.
+        num_classes: number of classes, or None if unknown.
+        augmentation: kind of augmentation that suits the samples, or None.
+    """
+
+    preprocess: Preprocess = _AS_STORED
+    shape: tuple[int, ...] | None = None
+    num_classes: int | None = None
+    augmentation: str | None = None
+
+
+def assemble(data: RawData, spec: str, shape: tuple[int, ...] | None, num_classes: int | None) -> DataSplits:
+    """Return ``data`` checked against the network's input and split.
+
+    Args:
+        data: raw data.
+        spec: the source as the user named it.
+        shape: shape of one sample of the network's first input, or None.
+        num_classes: the network's number of classes, or None.
+
+    Returns:
+        The splits.
+
+    Raises:
+        UsageError: samples or labels that do not fit.
+    """
+    raw = {name: with_masks(part) for name in PARTS if (part := getattr(data, name)) is not None}
+    labels = {name: checked_labels(part, num_classes) for name, part in raw.items()}
+    if data.classes is not None:
+        if num_classes not in {None, len(data.classes)}:
+            raise UsageError(
+                f"{spec} has {len(data.classes)} classes, the model {num_classes}: use its own data"
+            )
+        num_classes = len(data.classes)
+    if all(values is None for values in labels.values()):
+        num_classes = None
+    elif num_classes is None:
+        num_classes = 1 + max(int(values.max()) for values in labels.values() if values is not None)
+    form = SampleFormat(data.preprocess, shape, num_classes, data.augmentation)
+    train = part_dataset(raw["train"], labels["train"], form)
+    form = SampleFormat(data.preprocess, train.shape, num_classes, data.augmentation)
+    separate: dict[str, Dataset | None] = {
+        name: part_dataset(raw[name], labels[name], form) for name in PARTS[1:] if name in raw
+    }
+    parts, record = hold_out(train, separate, data.held_out)
+    return make_splits(
+        parts,
+        spec=spec,
+        record=record | {"given": sorted(separate)},
+        classes=data.classes if num_classes is not None else None,
+        num_classes=num_classes,
+        preprocess=train.preprocess,
+    )
+
+
+def with_masks(part: RawPart) -> RawPart:
+    """Return ``part`` with labels [N, H, W], [N, 1, H, W] or [N, H, W, 1] as masks.
+
+    Raises:
+        UsageError: masks of another number or type than the samples.
+    """
+    masks = part.labels
+    if masks is None or masks.ndim < 3:
+        return part
+    if masks.ndim == 4 and 1 in {masks.shape[1], masks.shape[3]}:
+        masks = masks[:, 0] if masks.shape[1] == 1 else masks[..., 0]
+    if masks.ndim != 3 or masks.dtype.kind not in "uifb":
+        raise UsageError(
+            f"{part.where}: masks have shape {list(masks.shape)}, type {masks.dtype}: give numbers [N, H, W]"
+        )
+    if len(masks) != len(part):
+        raise UsageError(
+            f"{part.where} contains {quantity(len(part), 'image')} but {quantity(len(masks), 'mask')}"
+        )
+    top = 255 if masks.size and masks.max() > 1 else 1
+    raw = masks.astype(np.uint8) if masks.dtype.kind == "b" else masks
+    return RawPart(part.inputs, masks=RawMasks(Arrays(raw, f"{part.where}: masks"), top))
+
+
+def checked_labels(part: RawPart, num_classes: int | None) -> np.ndarray | None:
+    """Return the labels of ``part`` as int64 [N], or None without labels.
+
+    Raises:
+        UsageError: there are no samples, inputs or labels differ in number, or a label is unusable.
+    """
+    lengths = [len(values) for values in part.inputs]
+    if len(set(lengths)) > 1:
+        raise UsageError(f"{part.where}: the inputs contain differing numbers of samples: {lengths}")
+    if not len(part):
+        raise UsageError(f"{part.where} contains no samples")
+    if part.labels is None:
+        return None
+    labels = check_labels(part.labels, num_classes, part.where)
+    if len(labels) != len(part):
+        raise UsageError(
+            f"{part.where} contains {quantity(len(part), 'sample')} but {quantity(len(labels), 'label')}"
+        )
+    return labels
+
+
+def part_dataset(part: RawPart, labels: np.ndarray | None, form: SampleFormat) -> ColumnDataset:
+    """Return ``part`` as a dataset.
+
+    Args:
+        part: the samples.
+        labels: its checked labels, or None.
+        form: preprocessing and shape of the first input, classes and augmentation.
+
+    Returns:
+        The dataset.
+
+    Raises:
+        UsageError: an input is not numeric, or the first has another shape.
+    """
+    raw, *others = part.inputs
+    shape = form.shape
+    if shape is None and others and isinstance(raw, Arrays):
+        shape = raw.raw.shape[1:]
+    first = make_column(raw, form.preprocess, shape)
+    columns = (first, *(_as_stored(values) for values in others))
+    masks = None if part.masks is None else _masks(part.masks, first)
+    return ColumnDataset(
+        columns, masks, labels=labels, num_classes=form.num_classes if part.masks is None else None,
+        augmentation=form.augmentation,
+    )  # fmt: skip
+
+
+def _masks(masks: RawMasks, images: Column) -> Masks:
+    """Return masks that are resized and cropped as the images are, and binary at half their top value."""
+    preprocess = Preprocess(resize=images.preprocess.resize, crop=images.preprocess.crop)
+    values = make_column(masks.values, preprocess, (1, *images.shape[1:]))
+    return Masks(values, 0.5 * masks.top * (values.preprocess.scale or 1.0))
+
+
+def make_column(raw: RawInput, preprocess: Preprocess, shape: tuple[int, ...] | None) -> Column:
+    """Return raw values as a column whose fetched values have ``shape``.
+
+    Args:
+        raw: values [N, C, H, W], [N, H, W, C], [N, H, W] or [N, features], or image files.
+        preprocess: its scale is resolved here.
+        shape: shape of one sample of the network's input, or None to infer it.
+
+    Returns:
+        The column.
+
+    Raises:
+        UsageError: values that are not numbers, or have another shape.
+    """
+    return _image_column(raw, preprocess, shape) if isinstance(raw, Files) else _array_column(
+        raw, preprocess, shape
+    )  # fmt: skip
+
+
+def _image_column(files: Files, preprocess: Preprocess, shape: tuple[int, ...] | None) -> ImageColumn:
+    channels = shape[0] if shape is not None and len(shape) == 3 else 3 if files.colour else 1
+    preprocess = preprocess.resolve(np.dtype(np.uint8), 0, 255, files.where)
+    preprocess.check_channels(channels, files.where)
+    if channels not in {1, 3}:
+        raise UsageError(
+            f"{files.where}: the model takes {quantity(channels, 'channel')}, images have 1 or 3"
+        )
+    if files.mismatched is not None and preprocess.resize is None and preprocess.crop is None:
+        raise UsageError(
+            f"{files.mismatched} has another size than the first image {files.size}: give `resize` or `crop`"
+        )
+    fetched = preprocess.out_shape((channels, *files.size), files.where)
+    _check_shape(fetched, shape, files.where)
+    return ImageColumn(files.paths, preprocess, fetched)
+
+
+def _array_column(arrays: Arrays, preprocess: Preprocess, shape: tuple[int, ...] | None) -> ArrayColumn:
+    raw, where = arrays.raw, arrays.where
+    _check_numeric(arrays)
+    if raw.ndim < 2 and shape is None:
+        raise UsageError(f"{where}: an array of shape {list(raw.shape)} has no samples of (C, H, W)")
+    channel_added = raw.ndim == 3 and (shape is None or len(shape) == 3)
+    if channel_added:
+        raw = raw[:, None]
+    last = channels_last(raw.shape[1:], shape)
+    raw_shape = (raw.shape[3], *raw.shape[1:3]) if last else raw.shape[1:]
+    some = np.asarray(raw[:: max(1, len(raw) // 256)])
+    some = some[np.isfinite(some)]
+    low, high = (float(some.min()), float(some.max())) if some.size else (0.0, 0.0)
+    preprocess = preprocess.resolve(raw.dtype, low, high, where)
+    preprocess.check_channels(raw_shape[0] if raw_shape else 1, where)
+    fetched = preprocess.out_shape(raw_shape, where)
+    _check_shape(fetched, shape, where)
+    return ArrayColumn(raw, np.arange(len(raw)), preprocess, fetched, where, last, channel_added)
+
+
+def _as_stored(raw: RawInput) -> Column:
+    """Return an input [N, ...] that needs no preprocessing."""
+    if isinstance(raw, Files):
+        return make_column(raw, Preprocess(), None)
+    _check_numeric(raw)
+    return ArrayColumn(raw.raw, np.arange(len(raw)), _AS_STORED, raw.raw.shape[1:], raw.where)
+
+
+def _check_numeric(arrays: Arrays) -> None:
+    if arrays.raw.dtype.kind not in "uifb":
+        raise UsageError(f"{arrays.where}: samples have type {arrays.raw.dtype}: use numbers")
+
+
+def channels_last(sample: tuple[int, ...], shape: tuple[int, ...] | None) -> bool:
+    """Return whether samples of shape ``sample`` are (H, W, C), given the (C, H, W) of the model if known."""
+    if len(sample) != 3:
+        return False
+    if shape is not None and len(shape) == 3:
+        moved = (sample[2], *sample[:2])
+        if tuple(sample) == tuple(shape) or moved == tuple(shape):
+            return tuple(sample) != tuple(shape)
+        return sample[0] != shape[0] and sample[2] == shape[0]
+    return sample[2] in {1, 3, 4} and sample[0] not in {1, 3, 4}
+
+
+def _check_shape(actual: tuple[int, ...], expected: tuple[int, ...] | None, where: str) -> None:
+    if expected is None or tuple(actual) == tuple(expected):
+        return
+    shown = ["x".join(map(str, shape)) for shape in (actual, expected)]
+    hint = "convert the data"
+    if len(actual) == len(expected) == 3:
+        hint = "give `resize` or `crop`" if actual[0] == expected[0] else "convert the channels"
+    raise UsageError(f"{where}: samples are {shown[0]}, the model takes {shown[1]}: {hint}")
