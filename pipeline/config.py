@@ -24,12 +24,12 @@ OPSETS = tuple(range(18, 26))
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
     if value not in allowed:
         shown = ", ".join(str(choice) for choice in allowed if choice is not None)
-        raise UsageError(f"{name} is {value!r}: use one of {shown}")
+        raise UsageError(f"`{name}` is {value!r}: use one of {shown}")
 
 
 def _positive(name: str, value: float | None, *, zero: bool = False) -> None:
     if value is not None and not (value > 0 or (zero and value == 0)):
-        raise UsageError(f"{name} is {value}: it must be {'at least 0' if zero else 'positive'}")
+        raise UsageError(f"`{name}` is {value}: it must be {'at least 0' if zero else 'positive'}")
 
 
 def check_quantizer(quantizer: str, k: int) -> None:
@@ -42,7 +42,7 @@ def check_quantizer(quantizer: str, k: int) -> None:
     widths = QUANTIZERS[quantizer]
     if k not in widths:
         shown = f"{widths[0]}" if len(widths) == 1 else f"{widths[0]} to {widths[-1]}"
-        raise UsageError(f"{quantizer} has no {k}-bit weights: give --wbits {shown}, or another --quantizer")
+        raise UsageError(f"{quantizer} has no {k}-bit weights: give `wbits` {shown}, or another `quantizer`")
 
 
 class _Config:
@@ -113,7 +113,7 @@ class QuantConfig(_Config):
             UsageError: a value is out of range.
         """
         if not (isinstance(self.wbits, int) and 1 <= self.wbits <= 8):
-            raise UsageError(f"wbits is {self.wbits}: weights take 1 to 8 bits")
+            raise UsageError(f"`wbits` is {self.wbits}: weights take 1 to 8 bits")
         _one_of("abits", self.abits, (8, 32))
         _one_of("granularity", self.granularity, GRANULARITIES)
         _one_of("act_fit", self.act_fit, ACT_FITS)
@@ -220,9 +220,9 @@ class TrainConfig(_Config):
         if self.refresh != "adaptive" and not (
             self.refresh is None or (isinstance(self.refresh, int) and self.refresh > 0)
         ):
-            raise UsageError(f"refresh is {self.refresh!r}: give a number of steps, or adaptive")
+            raise UsageError(f"`refresh` is {self.refresh!r}: give a number of steps, or adaptive")
         if self.momentum is not None and self.momentum > 1:
-            raise UsageError(f"momentum is {self.momentum}: it must be at most 1")
+            raise UsageError(f"`momentum` is {self.momentum}: it must be at most 1")
         _one_of("transport", self.transport, (None, *TRANSPORTS))
         _one_of("fisher", self.fisher, (None, *FISHERS))
         _one_of("precision", self.precision, PRECISIONS)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -22,10 +24,16 @@ def python(code: str, folder: Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder).stdout
 
 
+def library_modules() -> list[str]:
+    """Return the paths of all modules from the root of the checkout."""
+    paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    assert len(paths) > 20
+    return sorted(path.relative_to(ROOT).as_posix() for path in paths)
+
+
 def modules_of_the_checkout() -> set[str]:
-    files = [path.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
-    assert len(files) > 20
-    return {".".join(("ul2q", *path.with_suffix("").parts)).removesuffix(".__init__") for path in files}
+    parts = (Path(path).with_suffix("").parts for path in library_modules())
+    return {".".join(("ul2q", *names)).removesuffix(".__init__") for names in parts}
 
 
 def test_importing_every_module_takes_no_bare_name(tmp_path: Path) -> None:
@@ -89,6 +97,25 @@ def test_public_names_come_from_where_they_are_defined(tmp_path: Path) -> None:
     assert "False" not in python(code, tmp_path)
     with pytest.raises(subprocess.CalledProcessError):
         python("import ul2q; ul2q.nonsense", tmp_path)
+
+
+def strings(path: Path) -> list[str]:
+    """Return the string literals of a module, those of f-strings and docstrings included."""
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+
+
+def test_the_library_does_not_speak_the_command_line() -> None:
+    command_line = ("pipeline/cli",)
+    unfinished = ("pipeline/data", "pipeline/graph", "pipeline/training")
+    wrong = [
+        f"{path}: {text}"
+        for path in library_modules()
+        if not path.startswith((*command_line, *unfinished))
+        for text in strings(ROOT / path)
+        if re.search(r"--[a-z]", text)
+    ]
+    assert wrong == []
 
 
 def test_wheel_and_sdist_hold_every_module(tmp_path: Path) -> None:

@@ -199,7 +199,7 @@ def export_float(
 
 def _export(module: nn.Module, example: Sequence[Tensor], opset: int) -> ir.Model:
     if opset not in OPSETS:
-        raise UsageError(f"--opset {opset}: supported are {min(OPSETS)} to {max(OPSETS)}")
+        raise UsageError(f"`opset` is {opset}: supported are {min(OPSETS)} to {max(OPSETS)}")
     inputs = tuple(torch.cat([x[:1], x[:1]]) for x in example)
     with quiet():
         program = torch.export.export(

@@ -7,19 +7,20 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ul2q.pipeline.cli.option_names import with_options
 from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.progress import Progress
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from ul2q.pipeline.config import QuantConfig
-    from ul2q.pipeline.progress import Progress
 
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show warnings, and the whole trace of an error.")]
@@ -49,6 +50,26 @@ TrustPickle = Annotated[
 
 
 _debugging = False
+_option_names: Mapping[str, str] = {}
+
+
+def set_option_names(names: Mapping[str, str]) -> None:
+    """Set the options of the running command, by their names in Python."""
+    global _option_names  # the process runs one command
+    _option_names = names
+
+
+def message_text(message: str) -> str:
+    """Return a message of the library in the terms of the running command: "`exclude`" as "--exclude"."""
+    return with_options(message, _option_names)
+
+
+class CommandProgress(Progress):
+    """Progress of a command: lines name its options."""
+
+    def line(self, text: str) -> None:
+        """Write ``text`` as one line, above the bar if there is one."""
+        super().line(message_text(text))
 
 
 def start(quiet: bool, debug: bool) -> Progress:
@@ -57,8 +78,6 @@ def start(quiet: bool, debug: bool) -> Progress:
     Returns:
         Where the command reports its progress.
     """
-    from ul2q.pipeline.progress import Progress
-
     global _debugging  # the process runs one command
     _debugging = debug
     if not debug:
@@ -67,7 +86,7 @@ def start(quiet: bool, debug: bool) -> Progress:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     logging.getLogger("ul2q").setLevel(logging.INFO if debug else logging.WARNING)
-    return Progress(quiet=quiet)
+    return CommandProgress(quiet=quiet)
 
 
 def debugging() -> bool:
@@ -192,7 +211,9 @@ def print_report(values: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print_json(values)
     else:
-        tables(complete(values), console())
+        report = complete(values)
+        report["warnings"] = [message_text(warning) for warning in report["warnings"]]
+        tables(report, console())
 
 
 def shown(values: dict[str, Any]) -> str:

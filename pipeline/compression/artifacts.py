@@ -123,7 +123,11 @@ def _write_keras(
         twin = write_mirror(folder / "model.onnx", path)
         parity = mirror_parity(path, twin, compressed.lowered, (inputs[0] for inputs in batches))
     except (UsageError, JobError) as error:
-        how = "run again with --resume --to onnx" if work.kept is not None else "leave keras out of `to`"
+        how = (
+            "run again with `resume=True` and `to=onnx`"
+            if work.kept is not None
+            else "leave keras out of `to`"
+        )
         raise type(error)(f"{error}; the ONNX file is verified: {how} to get it") from error
     progress.line(f"verified {parity.sites} sites in Keras: {parity.differing_codes} differing codes")
     return twin, parity.to_dict()

@@ -324,7 +324,7 @@ def compress_file(
     """
     progress = progress or Progress(quiet=True)
     if synthetic and data is not None:
-        raise UsageError("--synthetic takes the place of --data: give one of them")
+        raise UsageError("`synthetic` takes the place of `data`: give one of them")
     directory = output or model.with_name(f"{model.stem}-w{config.wbits}a{config.abits}")
 
     def prepared_work() -> Work:
@@ -364,7 +364,7 @@ def _kept(work: Work, path: Path, resume: bool) -> Kept:
     if resume and not kept.load():
         work.progress.line("no interrupted run was found: starting from the beginning")
     elif not resume and path.exists():
-        work.progress.line("starting again: --resume would have gone on with an interrupted run")
+        work.progress.line("starting again: `resume` would have gone on with an interrupted run")
     return kept
 
 
@@ -372,7 +372,7 @@ def _check_targets(to: Sequence[str], names: Sequence[str]) -> None:
     if "keras" in to and len(names) > 1:
         raise UsageError(
             f"the network takes {len(names)} inputs ({', '.join(names)}): Keras files are written for "
-            "networks with one: leave keras out of --to"
+            "networks with one: leave keras out of `to`"
         )
 
 

@@ -45,4 +45,4 @@ def check_keras(prepared: Prepared, example: Sequence[Tensor], config: QuantConf
         try:
             load_onnx(path)
         except UsageError as error:
-            raise UsageError(f"{error}; leave keras out of --to, or change the network") from error
+            raise UsageError(f"{error}; leave keras out of `to`, or change the network") from error

@@ -60,12 +60,12 @@ class Kept:
             content = torch.load(self.path, map_location="cpu", weights_only=True)
             theirs = dict(content["key"]) if content["format"] == FORMAT else {}
         except _DAMAGED as error:
-            raise UsageError(f"{self.path} is damaged: leave out --resume to start again") from error
+            raise UsageError(f"{self.path} is damaged: leave out `resume` to start again") from error
         mine = dict(self.key)
         if other := sorted(name for name in {*mine, *theirs} if mine.get(name) != theirs.get(name)):
             shown = ", ".join(f"{name} {theirs.get(name)!r:.60}" for name in other)
             raise UsageError(
-                f"the interrupted run was started with {shown}: resume with the same, or leave out --resume"
+                f"the interrupted run was started with {shown}: resume with the same, or leave out `resume`"
             )
         self.found = content
         return True

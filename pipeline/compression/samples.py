@@ -42,8 +42,8 @@ def load_samples(
     spec = data or (checkpoint.data or {}).get("spec")
     if spec is None:
         raise UsageError(
-            f"--data is missing: {checkpoint.path.name} does not record what it was trained on; give digits, "
-            "mnist5k or a path with samples as the model takes them, or, without any data, --synthetic"
+            f"`data` is missing: {checkpoint.path.name} does not record what it was trained on; give digits, "
+            "mnist5k or a path with samples as the model takes them, or, without any data, `synthetic=True`"
         )
     names = input_names(checkpoint.model)
     if len(names) > 1:
@@ -86,10 +86,10 @@ def draw_samples(
     """
     names, shape = input_names(checkpoint.model), input_shape or checkpoint.input_shape
     if len(names) > 1:
-        raise UsageError(f"--synthetic draws one input, the network takes {', '.join(names)}: give --data")
+        raise UsageError(f"`synthetic` draws one input, the network takes {', '.join(names)}: give `data`")
     if shape is None:
         raise UsageError(
-            f"--synthetic needs --input-shape: {checkpoint.path.name} does not record what it takes"
+            f"`synthetic` needs `input_shape`: {checkpoint.path.name} does not record what it takes"
         )
     generator = torch.Generator().manual_seed(config.seed)
     captured = capture(checkpoint.model, [torch.randn((2, *shape), generator=generator)])

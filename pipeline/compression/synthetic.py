@@ -70,7 +70,7 @@ def synthetic_splits(
     norms = [m for m in module.modules() if isinstance(m, BATCH_NORMS) and m.running_var is not None]
     if not norms:
         raise UsageError(
-            "--synthetic needs batch norms that stored statistics, the network has none: give --data"
+            "`synthetic` needs batch norms that stored statistics, the network has none: give `data`"
         )
     bounds = _bounds(preprocess, shape)
     generator = torch.Generator().manual_seed(seed)

@@ -55,9 +55,9 @@ def estimate(
     Raises:
         UsageError: an unknown width, an unknown network, or no input shape.
     """
-    for name, bits in (("--wbits", wbits), ("--abits", abits)):
+    for name, bits in (("wbits", wbits), ("abits", abits)):
         if not (1 <= bits <= 8 or bits == 32):
-            raise UsageError(f"{name} is {bits}: give 1 to 8, or 32 for float")
+            raise UsageError(f"`{name}` is {bits}: give 1 to 8, or 32 for float")
     network, shape = _network(model, input_shape, arch, arch_args, trust_pickle)
     # The graph of 8-bit activations tells what would run on integers; the widths are counted apart.
     config = QuantConfig(wbits=min(wbits, 8), abits=8)
@@ -89,10 +89,10 @@ def _network(
         UsageError: the shape is not known.
     """
     path = Path(model)
-    unshaped = UsageError(f"{model} does not say the shape of its input: give --input-shape C,H,W")
+    unshaped = UsageError(f"{model} does not say the shape of its input: give `input_shape`, (C, H, W)")
     is_name = not path.exists() and (":" in model or not path.suffix)
     if is_name and arch is not None:
-        raise UsageError(f"--arch {arch} names the network of a file, and {model} is none: leave it out")
+        raise UsageError(f"`arch` {arch} names the network of a file, and {model} is none: leave it out")
     if is_name and ":" in model:
         network = build_network(model, arch_args or {}).eval()
         if input_shape is None:

@@ -90,7 +90,7 @@ def evaluate_file(
         predict, fit, recorded = _checkpoint(load_checkpoint(model, arch, arch_args, trust_pickle))
     spec = data or recorded
     if spec is None:
-        raise UsageError("--data is missing: the model does not record what it was trained on")
+        raise UsageError("`data` is missing: the model does not record what it was trained on")
     data_splits = _splits(spec, predict, {**fit, "changes": changes})
     test = data_splits.test
     if test is None or not data_splits.labelled:
@@ -120,7 +120,7 @@ def _splits(spec: str, predict: Module, fit: dict[str, Any]) -> DataSplits:
         count = classes if classes is None or isinstance(classes, int) else len(classes)
         shape = fit["input_shape"]
         if fit["changes"]:
-            raise UsageError("--resize and --crop are for networks with one input: leave them out")
+            raise UsageError("`resize` and `crop` are for networks with one input: leave them out")
         splits = load_several(Path(spec), names, input_shape=shape, preprocess=preprocess, num_classes=count)
     else:
         splits = load_data(spec, **fit)

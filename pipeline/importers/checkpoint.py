@@ -33,8 +33,8 @@ from ul2q.pipeline.storage.torch_save import write_tensors
 #: value of ``format`` in a file of ours
 FORMAT = "ul2q.model/1"
 
-_SAFE_WAY = "save model.state_dict() or safetensors and name the network with --arch"
-_TRUST = "or give --trust-pickle if you trust where the file comes from"
+_SAFE_WAY = "save model.state_dict() or safetensors and name the network with `arch`"
+_TRUST = "or give `trust_pickle=True` if you trust where the file comes from"
 #: what reading a cut or altered file raises somewhere inside torch and pickle, and what users' code raises
 _DAMAGED = (
     RuntimeError, EOFError, struct.error, ValueError, LookupError, AttributeError, TypeError, OSError,
@@ -131,7 +131,7 @@ def load_checkpoint(
         state = state_dict.unwrap(state).state_dict()
     if arch is None:
         raise UsageError(
-            f"{path} holds weights only: name the network with --arch ({', '.join(models.names())}, "
+            f"{path} holds weights only: name the network with `arch` ({', '.join(models.names())}, "
             "or package.module:callable)"
         )
     args = dict(arch_args or {})
@@ -155,7 +155,7 @@ def load_encoder(model: nn.Module, path: str | Path, arch: str) -> None:
     path = Path(path)
     encoder = getattr(model, "encoder", None)
     if not isinstance(encoder, nn.Module):
-        raise UsageError(f"{arch} has no encoder: leave out --encoder-weights")
+        raise UsageError(f"{arch} has no encoder: leave out `encoder_weights`")
     state = state_dict.find_state(_read(path, _kind(path), trust_pickle=False))
     if not isinstance(state, dict):
         raise UsageError(f"{path} holds no weights: save model.state_dict()")
@@ -185,7 +185,7 @@ def _check_ours(content: dict[str, Any], path: Path, arch: str | None, trust: bo
         raise UsageError(f"{path} is damaged ({', '.join(wrong) or 'state_dict'}): copy or download it again")
     if arch is None and ":" in content["arch"] and not trust:
         raise UsageError(
-            f"{path} names {content['arch']} as its network, which is code: give --arch {content['arch']} "
+            f"{path} names {content['arch']} as its network, which is code: give `arch` {content['arch']} "
             "if it is yours"
         )
 
@@ -324,7 +324,7 @@ def _read_trusted(path: Path) -> Any:
     except (ModuleNotFoundError, AttributeError) as error:
         raise UsageError(
             f"{path} needs a class that cannot be imported ({error}): put its module on PYTHONPATH, "
-            "or save model.state_dict() and name the network with --arch"
+            "or save model.state_dict() and name the network with `arch`"
         ) from error
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
@@ -362,7 +362,7 @@ def build_network(arch: str, args: Mapping[str, Any]) -> nn.Module:
         raise UsageError(f"{arch} does not take {dict(args)}: {error}") from error
     except (*_DAMAGED, ImportError, NameError) as error:
         raise UsageError(
-            f"{arch} fails with {dict(args)}: {_raised(error)}: correct it, or give other --arch-args"
+            f"{arch} fails with {dict(args)}: {_raised(error)}: correct it, or give other `arch_args`"
         ) from error
     if not isinstance(model, nn.Module):
         raise UsageError(f"{arch} gives a {type(model).__name__}: name a callable that returns an nn.Module")

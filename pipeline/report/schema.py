@@ -241,7 +241,7 @@ def _warnings(report: Report) -> list[str]:
     if latency["ratio"] is not None and latency["ratio"] > 1 and shown[0] != shown[1]:
         why = "its layers are too small, of a kind without fast integer kernels, or between layers in float"
         if report["config"].get("abits") == 32:
-            why = "with float activations there are no integer kernels, --abits 8 has them"
+            why = "with float activations there are no integer kernels, `abits=8` has them"
         found.append(
             f"the quantised model is slower than the float one ({shown[0]} against {shown[1]} ms): {why}"
         )
@@ -249,9 +249,9 @@ def _warnings(report: Report) -> list[str]:
     after = next((accuracy[key] for key in ("onnxruntime", "quantized") if accuracy[key] is not None), None)
     if before is not None and after is not None and before - after > 0.01:
         channels = report["config"].get("granularity") == "channel"
-        also = "" if channels else ", --granularity channel"
+        also = "" if channels else ", `granularity='channel'`"
         found.append(
-            f"accuracy falls by {100 * (before - after):.1f} points: more --epochs{also} or wider --wbits "
+            f"accuracy falls by {100 * (before - after):.1f} points: more `epochs`{also} or larger `wbits` "
             "may help"
         )
     return found

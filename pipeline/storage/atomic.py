@@ -58,7 +58,7 @@ def check_output(path: Path, *, overwrite: bool) -> None:
         JobError: the disk is full.
     """
     if path.exists() and not overwrite:
-        raise UsageError(f"{path} exists: give --overwrite or another output")
+        raise UsageError(f"{path} exists: give `overwrite=True` or another output")
     check_folder(path)
 
 
@@ -75,7 +75,7 @@ def check_output_folder(path: Path, *, overwrite: bool) -> None:
     foreign = [name for name in names if name not in _OWN]
     if foreign or (names and _ALWAYS not in names):
         raise UsageError(
-            f"{path} holds {(foreign or names)[0]}, which no earlier run wrote and --overwrite would delete: "
+            f"{path} holds {(foreign or names)[0]}, which no earlier run wrote and `overwrite` would delete: "
             "move it, or give another output"
         )
 

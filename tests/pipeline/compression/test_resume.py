@@ -131,12 +131,12 @@ def test_another_run_is_not_resumed(run: Run, monkeypatch: pytest.MonkeyPatch) -
         interrupt(patch, 2)
         with pytest.raises(KeyboardInterrupt):
             run("out")
-    with pytest.raises(UsageError, match=r"started with seed 0: resume with the same, or leave out --resume"):
+    with pytest.raises(UsageError, match=r"started with seed 0: resume with the same, or leave out `resume`"):
         run("out", resume=True, seed=1)
     torch.save({k: v + 1 for k, v in torch.load("x.pt", weights_only=True).items()}, "x.pt")
     with pytest.raises(UsageError, match="started with model '"):
         run("out", resume=True)
     kept = unfinished_path(Path("out"))
     kept.write_bytes(kept.read_bytes()[:-1000])
-    with pytest.raises(UsageError, match="is damaged: leave out --resume"):
+    with pytest.raises(UsageError, match="is damaged: leave out `resume`"):
         run("out", resume=True)

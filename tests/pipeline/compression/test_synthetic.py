@@ -147,11 +147,11 @@ def test_a_network_is_compressed_without_data(
     torch.save(net, path)
     config = QuantConfig(wbits=2, samples=64, epochs=1)
     options: dict[str, Any] = {"trust_pickle": True, "synthetic": True}
-    with pytest.raises(UsageError, match=r"--data is missing: .* or, without any data, --synthetic"):
+    with pytest.raises(UsageError, match=r"`data` is missing: .* or, without any data, `synthetic=True`"):
         compress_file(path, config, trust_pickle=True)
-    with pytest.raises(UsageError, match=r"--synthetic needs --input-shape: model\.pt does not record"):
+    with pytest.raises(UsageError, match=r"`synthetic` needs `input_shape`: model\.pt does not record"):
         compress_file(path, config, **options)
-    with pytest.raises(UsageError, match="--synthetic takes the place of --data: give one of them"):
+    with pytest.raises(UsageError, match="`synthetic` takes the place of `data`: give one of them"):
         compress_file(path, config, data="digits", **options)
     report = compress_file(path, config, input_shape=SHAPE, **options).report
     assert report["data"] == "synthetic"

@@ -112,7 +112,7 @@ def test_programs_are_compressed_if_trusted(model: Any, tmp_path: Path, save: An
     path = tmp_path / "model.pt"
     save(model, path)
     config = QuantConfig(wbits=4, epochs=1, samples=64, batch_size=64)
-    with pytest.raises(UsageError, match=r"can run code when loaded: .* --arch, or give --trust-pickle"):
+    with pytest.raises(UsageError, match=r"can run code when loaded: .* `arch`, or give `trust_pickle=True`"):
         compress_file(path, config, data="digits")
     report = compress_file(path, config, data="digits", trust_pickle=True).report
     rows = {row["name"]: row["quantized"] for row in report["layers"]}

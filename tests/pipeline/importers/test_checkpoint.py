@@ -236,7 +236,7 @@ def test_missing_batch_counters_are_no_difference(path: Path) -> None:
 
 def test_weights_without_a_network(path: Path) -> None:
     torch.save(mlp().state_dict(), path)
-    with pytest.raises(UsageError, match=r"holds weights only: name the network with --arch \(.*mlp"):
+    with pytest.raises(UsageError, match=r"holds weights only: name the network with `arch` \(.*mlp"):
         load_checkpoint(path)
 
 
@@ -267,7 +267,7 @@ def test_pickled_module_needs_trust(path: Path, legacy: bool, nested: bool) -> N
     model = nn.Sequential(nn.Linear(2, 2).half(), nn.BatchNorm1d(2)).requires_grad_(False)
     torch.save({"model": model} if nested else model, path, _use_new_zipfile_serialization=not legacy)
     with pytest.raises(
-        UsageError, match=r"pickled objects \(torch\.nn\S+\), which can run code .*--trust-pickle"
+        UsageError, match=r"pickled objects \(torch\.nn\S+\), which can run code .*`trust_pickle=True`"
     ):
         load_checkpoint(path)
     loaded = load_checkpoint(path, trust_pickle=True)
@@ -282,7 +282,7 @@ def test_pickled_module_needs_trust(path: Path, legacy: bool, nested: bool) -> N
 def test_wrapped_pickled_module_is_unwrapped(path: Path) -> None:
     model = mlp()
     torch.save(nn.DataParallel(model), path)
-    with pytest.raises(UsageError, match=r"pickled objects .*--trust-pickle"):
+    with pytest.raises(UsageError, match=r"pickled objects .*`trust_pickle=True`"):
         load_checkpoint(path)
     loaded = load_checkpoint(path, trust_pickle=True)
     assert type(loaded.model).__name__ == "MLP"
@@ -324,7 +324,7 @@ def test_a_file_of_ours_cannot_name_code_to_run(path: Path, tmp_path: Path) -> N
     content = torch.load(path, weights_only=True)
     content |= {"arch": "os:system", "arch_args": {"command": f"touch {target}"}}
     torch.save(content, path)
-    with pytest.raises(UsageError, match=r"names os:system as its network, which is code: give --arch"):
+    with pytest.raises(UsageError, match=r"names os:system as its network, which is code: give `arch`"):
         load_checkpoint(path)
     assert not target.exists()
 

@@ -135,11 +135,14 @@ def test_ul2q_comes_through_the_same_interface() -> None:
     [
         (
             {"wbits": 2, "quantizer": "bwn"},
-            "bwn has no 2-bit weights: give --wbits 1, or another --quantizer",
+            "bwn has no 2-bit weights: give `wbits` 1, or another `quantizer`",
         ),
-        ({"wbits": 1, "quantizer": "twn"}, "twn has no 1-bit weights: give --wbits 2"),
-        ({"wbits": 1, "quantizer": "fixed"}, "fixed has no 1-bit weights: give --wbits 2 to 8"),
-        ({"wbits": 2, "quantizer": "xnor"}, "quantizer is 'xnor': use one of ul2q, bwn, twn, fixed, dorefa"),
+        ({"wbits": 1, "quantizer": "twn"}, "twn has no 1-bit weights: give `wbits` 2"),
+        ({"wbits": 1, "quantizer": "fixed"}, "fixed has no 1-bit weights: give `wbits` 2 to 8"),
+        (
+            {"wbits": 2, "quantizer": "xnor"},
+            "`quantizer` is 'xnor': use one of ul2q, bwn, twn, fixed, dorefa",
+        ),
     ],
 )
 def test_widths_that_a_quantiser_lacks_are_refused(options: dict[str, object], message: str) -> None:

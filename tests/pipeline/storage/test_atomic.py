@@ -73,7 +73,7 @@ def test_outputs_are_checked_beforehand(tmp_path: Path, monkeypatch: pytest.Monk
     check_output(path, overwrite=False)
     path.write_text("")
     check_output(path, overwrite=True)
-    with pytest.raises(UsageError, match="exists: give --overwrite"):
+    with pytest.raises(UsageError, match="exists: give `overwrite=True`"):
         check_output(path, overwrite=False)
     with pytest.raises(UsageError, match="nowhere is no folder"):
         check_output(tmp_path / "nowhere" / "x", overwrite=True)
@@ -164,7 +164,7 @@ def test_only_a_folder_of_an_earlier_run_is_overwritten(tmp_path: Path) -> None:
     path.mkdir()
     check_output_folder(path, overwrite=True)
     (path / "config.json").write_text("{}")  # many other tools write one
-    with pytest.raises(UsageError, match=r"thesis holds config.json, which no earlier run wrote and --overw"):
+    with pytest.raises(UsageError, match=r"thesis holds config.json, which no earlier run wrote and `overw"):
         check_output_folder(path, overwrite=True)
     (path / "report.json").write_text("{}")
     check_output_folder(path, overwrite=True)
