@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,9 @@ print(json.dumps([lacking, sorted(set({FOLDERS!r}) & set(sys.modules))]))
     "code",
     [
         "import ul2q; ul2q.__version__",
-        "from ul2q import QuantConfig; QuantConfig(wbits=2)",
+        "import ul2q; dir(ul2q)",
+        "from ul2q import JobError, QuantConfig, Report, UsageError; QuantConfig(wbits=2)",
+        "from ul2q.pipeline.compression.output_formats.registry import FORMATS; sorted(FORMATS)",
         "from ul2q.pipeline.cli.app import execute; assert execute(['--help']) == 0",
         "from ul2q.pipeline.cli.app import execute; assert execute(['compress', '--help']) == 0",
         "from ul2q.pipeline.cli.app import execute; assert execute(['--version']) == 0",
@@ -95,6 +98,10 @@ def test_the_configuration_knows_the_exporters_opsets() -> None:
 def test_public_names_come_from_where_they_are_defined(tmp_path: Path) -> None:
     code = "import ul2q; print([getattr(ul2q, name) is not None for name in ul2q.__all__])"
     assert "False" not in python(code, tmp_path)
+    listed = "import ul2q; print(sorted(ul2q.__all__) == dir(ul2q), *dir(ul2q))"
+    same, *names = python(listed, tmp_path).split()
+    assert same == "True"
+    assert {"CompressedModel", "JobError", "QuantConfig", "Report", "UsageError", "compress"} <= set(names)
     with pytest.raises(subprocess.CalledProcessError):
         python("import ul2q; ul2q.nonsense", tmp_path)
 
@@ -115,6 +122,30 @@ def test_the_library_does_not_speak_the_command_line() -> None:
         for text in strings(ROOT / path)
         if re.search(r"--[a-z]", text)
     ]
+    assert wrong == []
+
+
+def functions(path: str) -> Iterator[ast.FunctionDef]:
+    """Yield the functions and methods of a module."""
+    for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef):
+            yield node
+
+
+def test_no_function_has_more_than_twelve_parameters() -> None:
+    commands = re.compile(  # their parameters are options
+        r"pipeline/cli/\w+_command\.py"
+    )
+    unfinished = ("pipeline/graph/integer_ops.py", "exporters/onnx/operator_translations.py")
+    wrong = []
+    for path in library_modules():
+        if commands.fullmatch(path) or path in unfinished:
+            continue
+        for function in functions(path):
+            arguments = function.args
+            count = len([*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs])
+            if count > 12:
+                wrong.append(f"{path}: {function.name} has {count}")
     assert wrong == []
 
 

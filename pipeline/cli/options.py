@@ -15,6 +15,7 @@ import typer
 
 from ul2q.pipeline.cli.option_names import with_options
 from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.importers.source import ModelSource
 from ul2q.pipeline.progress import Progress
 
 if TYPE_CHECKING:
@@ -159,13 +160,10 @@ def json_object(text: str, where: str) -> dict[str, Any]:
     return value
 
 
-def network_args(text: str | None) -> dict[str, Any] | None:
-    """Read ``--arch-args``.
-
-    Returns:
-        The arguments, None for None.
-    """
-    return None if text is None else json_object(text, "--arch-args")
+def model_source(model: str | Path, arch: str | None, arch_args: str | None, trust: bool) -> ModelSource:
+    """Return the source of a network from ``MODEL`` and the options that load it; ``arch_args`` is JSON."""
+    arguments = None if arch_args is None else json_object(arch_args, "--arch-args")
+    return ModelSource(Path(model), arch, arguments, trust)
 
 
 def read_text(path: Path, what: str) -> str:
@@ -185,7 +183,7 @@ def read_text(path: Path, what: str) -> str:
         raise UsageError(f"{path} is no text: give {what}") from error
 
 
-def quant_config(path: Path | None, given: dict[str, Any]) -> QuantConfig:
+def quant_config(path: Path | None, overrides: dict[str, Any]) -> QuantConfig:
     """Merge a configuration file and the options.
 
     Returns:
@@ -197,13 +195,13 @@ def quant_config(path: Path | None, given: dict[str, Any]) -> QuantConfig:
     from ul2q.pipeline.config import QuantConfig
 
     values = {} if path is None else json_object(read_text(path, "a config.json"), str(path))
-    values |= given
+    values |= overrides
     if "wbits" not in values:
         raise UsageError("--wbits is missing: give 1 to 8")
     return QuantConfig.from_dict(values)
 
 
-def print_report(values: dict[str, Any], as_json: bool) -> None:
+def print_report(values: Mapping[str, Any], as_json: bool) -> None:
     """Print the content of report.json as tables, or as it is."""
     from ul2q.pipeline.report.render import tables
     from ul2q.pipeline.report.schema import complete
@@ -224,19 +222,3 @@ def shown(values: dict[str, Any]) -> str:
     """
     parts = ((name, f"{value:.4g}" if isinstance(value, float) else value) for name, value in values.items())
     return ", ".join(f"{name} {value}" for name, value in parts)
-
-
-def targets(text: str, allowed: set[str]) -> tuple[str, ...]:
-    """Read ``--to onnx,keras``.
-
-    Returns:
-        The names.
-
-    Raises:
-        UsageError: one of them is unknown.
-    """
-    names = tuple(name.strip() for name in text.split(","))
-    for name in names:
-        if name not in allowed:
-            raise UsageError(f"--to {text}: {name!r} is unknown; use {', '.join(sorted(allowed))}")
-    return names

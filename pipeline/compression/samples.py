@@ -1,4 +1,4 @@
-"""Load the samples of a run: the user's data, those that the checkpoint records, or synthetic ones."""
+"""Load the samples of a run: the user's data, those that the checkpoint records, or synthetic inputs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def load_samples(
     input_shape: tuple[int, ...] | None,
     preprocess: Mapping[str, Any] | None,
 ) -> DataSplits:
-    """Read the data of a network.
+    """Load the data of a network.
 
     Args:
         checkpoint: the network.
@@ -37,7 +37,7 @@ def load_samples(
         The splits.
 
     Raises:
-        UsageError: neither ``data`` nor the checkpoint names any.
+        UsageError: neither ``data`` nor the checkpoint names a source.
     """
     spec = data or (checkpoint.data or {}).get("spec")
     if spec is None:
@@ -68,7 +68,7 @@ def draw_samples(
     preprocess: Mapping[str, Any] | None,
     progress: Progress,
 ) -> DataSplits:
-    """Draw inputs for a network without data.
+    """Generate synthetic inputs for a network without data.
 
     Args:
         checkpoint: the network.
@@ -81,8 +81,8 @@ def draw_samples(
         The samples, without labels.
 
     Raises:
-        UsageError: the shape of an input is not known, there are several inputs, or no batch norm tells
-            anything about them.
+        UsageError: the shape of an input is unknown, there are several inputs, or no batch norm has
+            statistics.
     """
     names, shape = input_names(checkpoint.model), input_shape or checkpoint.input_shape
     if len(names) > 1:
@@ -100,8 +100,8 @@ def draw_samples(
     )  # fmt: skip
 
 
-def _preprocess(checkpoint: Checkpoint, given: Mapping[str, Any] | None) -> Preprocess | None:
+def _preprocess(checkpoint: Checkpoint, overrides: Mapping[str, Any] | None) -> Preprocess | None:
     known = checkpoint.preprocess
-    if not given:
+    if not overrides:
         return known
-    return Preprocess.from_dict({**(known.to_dict() if known is not None else {}), **given})
+    return Preprocess.from_dict({**(known.to_dict() if known is not None else {}), **overrides})

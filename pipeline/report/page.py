@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,8 @@ def html(report: Report) -> str:
         accuracy=pictures.accuracy(report),
         parities=[(row.label, row.note) for row in text.parities(report)],
         metrics=[
-            (name, text.metric(found["float"]), text.metric(found["quantized"]))
-            for name, found in report["metrics"].items()
+            (name, text.metric(values["float"]), text.metric(values["quantized"]))
+            for name, values in report["metrics"].items()
         ],
         loss=pictures.loss(report),
         sqnr=pictures.sqnr(report),
@@ -81,6 +82,14 @@ def html(report: Report) -> str:
         operators=text.operators(report),
         config=[(key, text.shown(value)) for key, value in report["config"].items()],
         seconds=[(stage, f"{seconds:.1f}") for stage, seconds in report["seconds"].items()],
+    )
+
+
+def notebook_html(report: Report) -> str:
+    """Return the page of ``report`` in a frame of its own, so that its styles stay off the notebook's."""
+    document = escape(html(report), quote=True)
+    return (
+        f'<iframe srcdoc="{document}" style="width: 100%; height: 40em; border: 0" title="Report"></iframe>'
     )
 
 

@@ -11,6 +11,7 @@ import torch
 from ul2q import models
 from ul2q.pipeline.cli.app import execute
 from ul2q.pipeline.evaluation.estimate import estimate
+from ul2q.pipeline.importers.source import ModelSource
 
 
 def test_the_command_prints_the_paper_s_count(capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,7 +56,8 @@ def test_a_weight_file_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_network_of_the_user_is_counted() -> None:
-    own = estimate("torch.nn:Linear", 2, 8, input_shape=(6,), arch_args={"in_features": 6, "out_features": 4})
+    source = ModelSource(Path("torch.nn:Linear"), arch_args={"in_features": 6, "out_features": 4})
+    own = estimate(source, 2, 8, input_shape=(6,))
     assert own["parameters"] == 6 * 4 + 4
 
 
