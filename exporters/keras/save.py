@@ -12,10 +12,10 @@ from typing import Any
 
 import keras
 
-from ul2q import __version__
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.formats.keras_file import METADATA
 from ul2q.pipeline.storage.atomic import write_bytes
+from ul2q.pipeline.version import __version__
 
 _MOMENT = (1980, 1, 1, 0, 0, 0)
 

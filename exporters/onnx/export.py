@@ -21,7 +21,6 @@ from onnxscript.rewriter.rules import common as rules
 from torch import Tensor, nn
 from torch.export import Dim
 
-from ul2q import __version__
 from ul2q.exporters.onnx.canonicalize import finish, lift_constants
 from ul2q.exporters.onnx.layer_metadata import layers_json
 from ul2q.exporters.onnx.narrow_constants import narrow
@@ -35,6 +34,7 @@ from ul2q.pipeline.graph.integer_modules import LoweredWeight
 from ul2q.pipeline.graph.lower import Lowered
 from ul2q.pipeline.quantize.grid import SATURATION_FREE
 from ul2q.pipeline.storage.atomic import beside, replacing_file, replacing_folder
+from ul2q.pipeline.version import __version__
 
 #: IR version and oldest ONNX Runtime for each opset.
 OPSETS: dict[int, tuple[int, str]] = {

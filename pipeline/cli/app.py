@@ -15,7 +15,6 @@ from typing import Annotated, cast
 import typer
 from typer.core import TyperGroup
 
-from ul2q import __version__
 from ul2q.pipeline.cli import (
     compress_command,
     estimate_command,
@@ -27,6 +26,7 @@ from ul2q.pipeline.cli import (
 )
 from ul2q.pipeline.cli.option_names import option_names
 from ul2q.pipeline.errors import JobError, UsageError, one_line
+from ul2q.pipeline.version import __version__
 
 DONE, FAILED, UNUSABLE, INTERRUPTED = 0, 1, 2, 130
 #: the commands that have --resume

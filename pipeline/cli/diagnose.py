@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ul2q import __version__
+from ul2q.pipeline.version import __version__
 
 _PACKAGES = ("torch", "numpy", "onnx", "onnxruntime", "onnxscript", "onnx-ir", "keras", "tensorflow-cpu")
 #: what speeds up 8-bit arithmetic, as the kernel calls it

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ul2q import __version__
 from ul2q.pipeline.compression.run import CompressedNetwork, Run
 from ul2q.pipeline.evaluation import measure
 from ul2q.pipeline.graph.capture import Captured
 from ul2q.pipeline.graph.prepare import Prepared
 from ul2q.pipeline.report import schema
 from ul2q.pipeline.report.schema import Report
+from ul2q.pipeline.version import __version__
 
 
 def planned_report(run: Run, captured: Captured, prepared: Prepared) -> Report:

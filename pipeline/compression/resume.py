@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from ul2q import __version__
 from ul2q.pipeline.compression.calibrate import BatchNormChoice
 from ul2q.pipeline.compression.finetune import EpochResult
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.graph.prepare import Prepared
 from ul2q.pipeline.storage.atomic import beside
 from ul2q.pipeline.storage.torch_save import write_as_it_is
+from ul2q.pipeline.version import __version__
 
 FORMAT = "ul2q.unfinished/1"
 _DAMAGED = (RuntimeError, EOFError, ValueError, LookupError, TypeError, OSError, pickle.UnpicklingError)

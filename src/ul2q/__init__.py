@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+from ul2q.pipeline.version import __version__
 
 if TYPE_CHECKING:
     from ul2q.pipeline.compression.compress import compress

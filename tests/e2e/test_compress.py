@@ -160,7 +160,7 @@ def test_a_dry_run_refuses_labels_without_an_output(cli: Any, tmp_path: Path) ->
         ((), "--wbits is missing"),
         (("--wbits", "2", "--abits", "4"), "abits is 4"),
         (("--wbits", "2", "--granularity", "row"), "granularity is 'row'"),
-        (("--wbits", "2", "--act-fit", "best"), "act_fit is 'best'"),
+        (("--wbits", "2", "--act-fit", "best"), "--act-fit is 'best'"),
         (("--wbits", "2", "--opset", "7"), "--opset is 7: use one of 18, 19"),
         (("--wbits", "2", "--input-shape", "one"), "--input-shape is 'one'"),
         (("--wbits", "2", "--mean", "0.5;0.5"), "--mean is '0.5;0.5'"),

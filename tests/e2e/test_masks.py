@@ -187,5 +187,5 @@ def test_a_network_of_ones_own_may_answer_logits() -> None:
     first, last = compressed.epochs
     assert last.loss < first.loss
     assert compressed.run.task == Dense(logits=True)
-    with pytest.raises(UsageError, match=r"answers \(3, 8, 8\) a sample, its mask is \(1, 8, 8\)"):
+    with pytest.raises(UsageError, match=r"output shape \(3, 8, 8\) does not match mask shape \(1, 8, 8\)"):
         compress(nn.Conv2d(3, 3, 1), (x, masks), config)

@@ -125,7 +125,7 @@ def test_what_keras_lacks_is_told_before_calibration(
     monkeypatch.setattr(FORMATS["keras"], "check_network", lambda *_: None)
     said = run(capsys, *common, "--to", "onnx,keras", code=2)
     assert "amax is a ReduceMax" in said
-    assert "the ONNX file is verified: run again with --resume --to onnx to get it" in said
+    assert "the ONNX file is verified: run again with --resume and --to onnx to get it" in said
     assert not folder.exists()
     run(capsys, *common, "--resume", "--to", "onnx", "--quiet")
     assert (folder / "model.onnx").exists()
