@@ -1,4 +1,4 @@
-"""What the commands share: their common options, reading option values, printing results."""
+"""Common options of the commands, parsing of option values, printing of results."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def numbers(text: str | None, option: str, kind: Callable[[str], Any]) -> tuple[
 
 
 def without_none(values: dict[str, Any]) -> dict[str, Any]:
-    """Leave out options that were not given.
+    """Drop the options that were left out.
 
     Returns:
         The others.

@@ -98,7 +98,7 @@ def train(
 
     if data is None:
         raise UsageError("--data is missing: give digits, mnist5k or a path")
-    given = {
+    settings = {
         "recipe": recipe, "epochs": epochs, "batch_size": batch_size, "simulate_batch": simulate_batch,
         "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "mixup": mixup, "erase": erase,
         "damping": damping, "initial_damping": initial_damping, "kl_clip": kl_clip, "transport": transport,
@@ -107,7 +107,7 @@ def train(
         "encoder_weights": encoder_weights, "precision": precision,
         "device": device, "resize": resize, "crop": crop,
     }  # fmt: skip
-    config = TrainConfig(arch=arch, data=data, optimizer=optimizer, seed=seed, **without_none(given))
+    config = TrainConfig(arch=arch, data=data, optimizer=optimizer, seed=seed, **without_none(settings))
     with joined(config.device) as first:
         metrics = run_training(config, output, resume=resume, overwrite=overwrite, progress=progress)
     if not first:

@@ -78,10 +78,10 @@ def test_report_shows_the_files_again(cli: Any, compressed: Path, tmp_path: Path
 
 def test_evaluate_bench_and_inspect_agree_with_the_report(cli: Any, compressed: Path) -> None:
     report = json.loads((compressed / "report.json").read_text())
-    found = cli("evaluate", compressed / "model.onnx", "--data", "digits", "--json").json()
-    assert found["top1"] == report["accuracy"]["onnxruntime"]
-    found = cli("evaluate", compressed / "float.onnx", "--data", "digits", "--json").json()
-    assert found["top1"] == report["accuracy"]["float"]
+    result = cli("evaluate", compressed / "model.onnx", "--data", "digits", "--json").json()
+    assert result["top1"] == report["accuracy"]["onnxruntime"]
+    result = cli("evaluate", compressed / "float.onnx", "--data", "digits", "--json").json()
+    assert result["top1"] == report["accuracy"]["float"]
     model, other = compressed / "model.onnx", compressed / "float.onnx"
     bench = cli("bench", model, "--against", other, "--runs", "5", "--json").json()
     assert bench["operators"] == report["latency_ms"]["operators"]

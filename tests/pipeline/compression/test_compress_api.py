@@ -44,9 +44,9 @@ def compressed() -> CompressedModel:
 
 def test_what_is_in_memory_is_what_is_in_the_file(compressed: CompressedModel, tmp_path: Path) -> None:
     compressed.to_onnx(tmp_path / "model.onnx")
-    found = runtime.run(runtime.session(tmp_path / "model.onnx"), X)["logits"]
+    outputs = runtime.run(runtime.session(tmp_path / "model.onnx"), X)["logits"]
     with torch.no_grad():
-        np.testing.assert_array_equal(found, compressed.module(torch.from_numpy(X)).numpy())
+        np.testing.assert_array_equal(outputs, compressed.module(torch.from_numpy(X)).numpy())
     rows = {
         row["name"]: (row["quantized"], row["wbits"], row["abits"]) for row in compressed.report["layers"]
     }
@@ -143,10 +143,10 @@ def test_any_outputs_are_fitted_to_the_teacher(tmp_path: Path) -> None:
     losses = [epoch.loss for epoch in result.epochs]
     assert losses[-1] < 0.7 * losses[0]
     result.to_onnx(tmp_path / "model.onnx")
-    found = runtime.run(runtime.session(tmp_path / "model.onnx"), x)
+    outputs = runtime.run(runtime.session(tmp_path / "model.onnx"), x)
     expected = result.module(torch.from_numpy(x))
-    assert list(found) == ["points", "features"]
-    for name, values in found.items():
+    assert list(outputs) == ["points", "features"]
+    for name, values in outputs.items():
         np.testing.assert_array_equal(values, expected[name].numpy())
 
 

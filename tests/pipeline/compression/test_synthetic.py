@@ -66,19 +66,19 @@ def test_divergence_is_that_of_normal_distributions() -> None:
 
 
 def mismatch(model: nn.Module, x: Tensor) -> float:
-    found: list[float] = []
+    divergences: list[float] = []
 
     def look(norm: Any, inputs: tuple[Tensor, ...]) -> None:
         y = inputs[0].transpose(0, 1).flatten(1)
         var = y.var(1, correction=0)
-        found.append(float(divergence(y.mean(1), var, norm.running_mean, norm.running_var)))
+        divergences.append(float(divergence(y.mean(1), var, norm.running_mean, norm.running_var)))
 
     handles = [m.register_forward_pre_hook(look) for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
     with torch.no_grad():
         model(x)
     for handle in handles:
         handle.remove()
-    return sum(found) / len(found)
+    return sum(divergences) / len(divergences)
 
 
 def samples(model: nn.Module, **options: Any) -> Tensor:

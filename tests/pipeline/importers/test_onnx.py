@@ -56,11 +56,11 @@ def agrees(path: Path, shape: tuple[int, ...] = (3, 4, 6, 6)) -> nn.Module:
     example = [torch.randn(shape, generator=torch.Generator().manual_seed(1))]
     network = load_onnx(path).model
     compare(network, path, example)
-    found = capture(network, example)
+    captured = capture(network, example)
     expected = next(iter(runtime.run(runtime.session(path), example[0].numpy()).values()))
     with torch.no_grad():
-        np.testing.assert_allclose(found.module(*example).numpy(), expected, rtol=1e-4, atol=1e-5)
-    return found.module
+        np.testing.assert_allclose(captured.module(*example).numpy(), expected, rtol=1e-4, atol=1e-5)
+    return captured.module
 
 
 C = {"w": weights(8, 2, 3, 3), "b": weights(8)}
@@ -197,9 +197,9 @@ def test_an_exported_network_is_compressed(randomise: Any, tmp_path: Path, dynam
     assert report["parity"]["onnxruntime"]["argmax_agreement"] == 1
     folder = tmp_path / "model-w4a8"
     x = torch.randn(7, 1, 8, 8)
-    found = next(iter(runtime.run(runtime.session(folder / "float.onnx"), x.numpy()).values()))
+    actual = next(iter(runtime.run(runtime.session(folder / "float.onnx"), x.numpy()).values()))
     with torch.no_grad():
-        np.testing.assert_allclose(found, model(x).numpy(), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(actual, model(x).numpy(), rtol=1e-4, atol=1e-5)
 
 
 def test_layers_are_called_as_in_the_network_that_was_exported(tmp_path: Path) -> None:
