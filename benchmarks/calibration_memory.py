@@ -43,7 +43,7 @@ def peak_while_calibrating(path: Path, count: int) -> int:
     from ul2q import QuantConfig
     from ul2q.models import build
     from ul2q.pipeline.compression.calibrate import calibrate
-    from ul2q.pipeline.compression.run import Work
+    from ul2q.pipeline.compression.run import Run
     from ul2q.pipeline.data import as_splits
     from ul2q.pipeline.graph.capture import capture
     from ul2q.pipeline.graph.prepare import prepare
@@ -52,17 +52,17 @@ def peak_while_calibrating(path: Path, count: int) -> int:
     torch.manual_seed(0)
     model = build("resnet8", in_channels=3).eval()
     splits = as_splits({"train": np.load(path, mmap_mode="r")})
-    work = Work(model, splits, QuantConfig(wbits=2, samples=0), Progress(quiet=True))
+    run = Run(model, splits, QuantConfig(wbits=2, samples=0), Progress(quiet=True))
     peak = 0
 
     def watched() -> object:
         nonlocal peak
-        for batch in work.calibration():
+        for batch in run.calibration():
             yield batch
             peak = max(peak, _anonymous_bytes())
 
-    captured = capture(model, work.example())
-    calibrate(prepare(captured, work.config), captured.module, watched)  # type: ignore[arg-type]
+    captured = capture(model, run.example())
+    calibrate(prepare(captured, run.config), captured.module, watched)  # type: ignore[arg-type]
     assert len(splits.train or ()) == count  # noqa: S101
     return peak
 

@@ -25,8 +25,7 @@ from rich.table import Table
 from torch import nn
 from torch.nn import functional as F
 
-from ul2q import QuantConfig, compress
-from ul2q.pipeline.compression.compress import CompressedModel
+from ul2q import CompressedModel, QuantConfig, compress
 from ul2q.pipeline.data import DataSplits, batches, load_data
 from ul2q.pipeline.evaluation.backends import OnnxModule
 from ul2q.pipeline.tasks.accuracy import measure_accuracy

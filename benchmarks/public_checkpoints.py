@@ -29,6 +29,7 @@ import numpy as np
 
 from ul2q.pipeline.compression.compress import compress_file
 from ul2q.pipeline.config import QuantConfig
+from ul2q.pipeline.importers.source import ModelSource
 from ul2q.runtimes import onnxruntime as runtime
 
 # What these packages import for audio files and images, and the networks themselves do not need.
@@ -184,7 +185,7 @@ def compress_case(case: Case, file: Path, config: QuantConfig, samples: int) -> 
         np.save(Path(folder) / "x.npy", case.samples(samples, 0))
         started = time.process_time()
         report = compress_file(
-            file, config, data=str(Path(folder) / "x.npy"), arch=case.arch, arch_args=case.args,
+            ModelSource(file, case.arch, case.args), config, data=str(Path(folder) / "x.npy"),
             output=Path(folder) / "out",
         ).report  # fmt: skip
         seconds = time.process_time() - started

@@ -21,7 +21,7 @@ from torch import nn
 
 from ul2q.pipeline.compression.compress import compress_file
 from ul2q.pipeline.config import QuantConfig, TrainConfig
-from ul2q.pipeline.importers.checkpoint import load_checkpoint, save_checkpoint
+from ul2q.pipeline.importers.checkpoint import CheckpointRecord, load_checkpoint, save_checkpoint
 from ul2q.pipeline.progress import Progress
 from ul2q.pipeline.training.train import train
 
@@ -102,10 +102,10 @@ def _with_negative_gamma(path: Path) -> Path:
         if not list(module.children()):
             previous = module if isinstance(module, nn.Conv2d | nn.BatchNorm2d) else previous
     target = path.with_name(f"{path.stem}-negative.pt")
-    save_checkpoint(
-        target, loaded.model, arch=str(loaded.arch), arch_args=loaded.arch_args, data=loaded.data,
-        preprocess=loaded.preprocess, input_shape=loaded.input_shape, classes=loaded.classes,
-    )  # fmt: skip
+    record = CheckpointRecord(
+        loaded.arch, loaded.arch_args, loaded.data, loaded.preprocess, loaded.input_shape, loaded.classes
+    )
+    save_checkpoint(target, loaded.model, record)
     return target
 
 

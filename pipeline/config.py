@@ -27,12 +27,12 @@ OPSETS = {
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
     if value not in allowed:
         shown = ", ".join(str(choice) for choice in allowed if choice is not None)
-        raise UsageError(f"{name} is {value!r}: use one of {shown}")
+        raise UsageError(f"`{name}` is {value!r}: use one of {shown}")
 
 
 def _positive(name: str, value: float | None, *, zero: bool = False) -> None:
     if value is not None and not (value > 0 or (zero and value == 0)):
-        raise UsageError(f"{name} is {value}: it must be {'at least 0' if zero else 'positive'}")
+        raise UsageError(f"`{name}` is {value}: it must be {'at least 0' if zero else 'positive'}")
 
 
 class _Config:
@@ -102,7 +102,7 @@ class QuantConfig(_Config):
             UsageError: a value is out of range.
         """
         if not (isinstance(self.wbits, int) and 1 <= self.wbits <= 8):
-            raise UsageError(f"wbits is {self.wbits}: weights take 1 to 8 bits")
+            raise UsageError(f"`wbits` is {self.wbits}: weights take 1 to 8 bits")
         _one_of("abits", self.abits, (8, 32))
         _one_of("granularity", self.granularity, GRANULARITIES)
         _one_of("act_fit", self.act_fit, ACT_FITS)
@@ -209,9 +209,9 @@ class TrainConfig(_Config):
         if self.refresh != "adaptive" and not (
             self.refresh is None or (isinstance(self.refresh, int) and self.refresh > 0)
         ):
-            raise UsageError(f"refresh is {self.refresh!r}: give a number of steps, or adaptive")
+            raise UsageError(f"`refresh` is {self.refresh!r}: give a number of steps, or adaptive")
         if self.momentum is not None and self.momentum > 1:
-            raise UsageError(f"momentum is {self.momentum}: it must be at most 1")
+            raise UsageError(f"`momentum` is {self.momentum}: it must be at most 1")
         _one_of("transport", self.transport, (None, *TRANSPORTS))
         _one_of("fisher", self.fisher, (None, *FISHERS))
         _one_of("precision", self.precision, PRECISIONS)

@@ -1,4 +1,10 @@
-"""The two kinds of failure that a user sees as one line (CLI exit codes 2 and 1)."""
+"""The two kinds of failure that a user sees as one line (CLI exit codes 2 and 1).
+
+A message names a field or an argument of the public Python API in backquotes: "`exclude` 'nope*' matches no
+layer", or with its value: "`granularity='channel'` may help". It never names an option of the command line:
+`ul2q.pipeline.cli` writes such a name as the option of the running command, if it has one. Notes, warnings
+and lines of progress follow the same rule.
+"""
 
 from __future__ import annotations
 

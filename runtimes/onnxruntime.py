@@ -245,7 +245,7 @@ def bench(
         UsageError: ``runs`` or ``threads`` is not positive, or see ``session`` and ``example_input``.
     """
     if runs < 1 or threads < 1:
-        raise UsageError(f"runs is {runs} and threads is {threads}: both must be at least 1")
+        raise UsageError(f"`runs` is {runs} and `threads` is {threads}: both must be at least 1")
     live = [session(m, threads, spinning=False) for m in (model, against) if m is not None]
     feeds = [inputs if inputs is not None else example_input(one) for one in live]
     seconds: list[list[float]] = [[] for _ in live]

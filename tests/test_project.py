@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,10 +25,16 @@ def python(code: str, folder: Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder).stdout
 
 
+def library_modules() -> list[str]:
+    """Return the paths of all modules from the root of the checkout."""
+    paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    assert len(paths) > 20
+    return sorted(path.relative_to(ROOT).as_posix() for path in paths)
+
+
 def modules_of_the_checkout() -> set[str]:
-    files = [path.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
-    assert len(files) > 20
-    return {".".join(("ul2q", *path.with_suffix("").parts)).removesuffix(".__init__") for path in files}
+    parts = (Path(path).with_suffix("").parts for path in library_modules())
+    return {".".join(("ul2q", *names)).removesuffix(".__init__") for names in parts}
 
 
 def test_importing_every_module_takes_no_bare_name(tmp_path: Path) -> None:
@@ -51,7 +60,9 @@ print(json.dumps([lacking, sorted(set({FOLDERS!r}) & set(sys.modules))]))
     "code",
     [
         "import ul2q; ul2q.__version__",
-        "from ul2q import QuantConfig; QuantConfig(wbits=2)",
+        "import ul2q; dir(ul2q)",
+        "from ul2q import JobError, QuantConfig, Report, UsageError; QuantConfig(wbits=2)",
+        "from ul2q.pipeline.compression.output_formats.registry import FORMATS; sorted(FORMATS)",
         "from ul2q.pipeline.cli.app import execute; assert execute(['--help']) == 0",
         "from ul2q.pipeline.cli.app import execute; assert execute(['compress', '--help']) == 0",
         "from ul2q.pipeline.cli.app import execute; assert execute(['--version']) == 0",
@@ -80,8 +91,55 @@ def test_help_is_there_at_once(tmp_path: Path) -> None:
 def test_public_names_come_from_where_they_are_defined(tmp_path: Path) -> None:
     code = "import ul2q; print([getattr(ul2q, name) is not None for name in ul2q.__all__])"
     assert "False" not in python(code, tmp_path)
+    listed = "import ul2q; print(sorted(ul2q.__all__) == dir(ul2q), *dir(ul2q))"
+    same, *names = python(listed, tmp_path).split()
+    assert same == "True"
+    assert {"CompressedModel", "JobError", "QuantConfig", "Report", "UsageError", "compress"} <= set(names)
     with pytest.raises(subprocess.CalledProcessError):
         python("import ul2q; ul2q.nonsense", tmp_path)
+
+
+def strings(path: Path) -> list[str]:
+    """Return the string literals of a module, those of f-strings and docstrings included."""
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+
+
+def test_the_library_does_not_speak_the_command_line() -> None:
+    command_line = ("pipeline/cli",)
+    unfinished = ("pipeline/data", "pipeline/graph", "pipeline/training")
+    wrong = [
+        f"{path}: {text}"
+        for path in library_modules()
+        if not path.startswith((*command_line, *unfinished))
+        for text in strings(ROOT / path)
+        if re.search(r"--[a-z]", text)
+    ]
+    assert wrong == []
+
+
+def functions(path: str) -> Iterator[ast.FunctionDef]:
+    """Yield the functions and methods of a module."""
+    for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef):
+            yield node
+
+
+def test_no_function_has_more_than_twelve_parameters() -> None:
+    commands = re.compile(  # their parameters are options
+        r"pipeline/cli/\w+_command\.py"
+    )
+    unfinished = ("pipeline/graph/integer_ops.py", "exporters/onnx/operator_translations.py")
+    wrong = []
+    for path in library_modules():
+        if commands.fullmatch(path) or path in unfinished:
+            continue
+        for function in functions(path):
+            arguments = function.args
+            count = len([*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs])
+            if count > 12:
+                wrong.append(f"{path}: {function.name} has {count}")
+    assert wrong == []
 
 
 def test_wheel_and_sdist_hold_every_module(tmp_path: Path) -> None:

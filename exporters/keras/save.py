@@ -1,4 +1,4 @@
-"""Write .keras files: as Keras does, but compressed, in one step, and the same bytes for the same model."""
+"""Write .keras files compressed, in one step, and with the same bytes for the same model."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 
 import keras
 
-from ul2q import __version__
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.formats.keras_file import METADATA
 from ul2q.pipeline.storage.atomic import write_bytes
+from ul2q.pipeline.version import __version__
 
-_MOMENT = (1980, 1, 1, 0, 0, 0)
+_ENTRY_DATE = (1980, 1, 1, 0, 0, 0)
 
 
 def save_keras(model: keras.Model, path: str | Path, about: Mapping[str, Any] | None = None) -> int:
     """Write a Keras model; `keras.saving.load_model` reads it once `ul2q.runtimes.keras` is imported.
 
-    Keras itself stores files uncompressed and dated, and leaves a broken file behind when it fails.
+    Keras itself stores files uncompressed and dated, and leaves a broken file when it fails.
 
     Args:
         model: the model.
@@ -58,14 +58,14 @@ def _compressed(path: Path, about: Mapping[str, Any]) -> bytes:
                 if name == METADATA:
                     document = {"keras_version": document["keras_version"], "date_saved": "", "ul2q": about}
                 content = json.dumps(_renumbered(document, {}), separators=(",", ":")).encode()
-            entry = zipfile.ZipInfo(name, _MOMENT)
+            entry = zipfile.ZipInfo(name, _ENTRY_DATE)
             entry.compress_type = zipfile.ZIP_DEFLATED
             target.writestr(entry, content, compresslevel=9)
     return result.getvalue()
 
 
 def _renumbered(value: Any, known: dict[int, int]) -> Any:
-    """Return ``value`` with ``shared_object_id`` counted from 0; Keras takes addresses of the process."""
+    """Return ``value`` with ``shared_object_id`` counted from 0; Keras uses memory addresses."""
     if isinstance(value, dict):
         return {
             key: known.setdefault(item, len(known)) if key == "shared_object_id" else _renumbered(item, known)

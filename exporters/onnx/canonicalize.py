@@ -11,7 +11,7 @@ import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
-from ul2q import __version__
+from ul2q.pipeline.version import __version__
 
 #: metadata entry of a node with the scope that it belongs to
 SCOPE = "ul2q.scope"

@@ -21,7 +21,6 @@ from onnxscript.rewriter.rules import common as rules
 from torch import Tensor, nn
 from torch.export import Dim
 
-from ul2q import __version__
 from ul2q.exporters.onnx.canonicalize import finish, lift_constants
 from ul2q.exporters.onnx.layer_metadata import layers_json
 from ul2q.exporters.onnx.narrow_constants import narrow
@@ -36,6 +35,7 @@ from ul2q.pipeline.graph.integer_modules import LoweredWeight
 from ul2q.pipeline.graph.lower import Lowered
 from ul2q.pipeline.quantize.grid import SATURATION_FREE
 from ul2q.pipeline.storage.atomic import beside, replacing_file, replacing_folder
+from ul2q.pipeline.version import __version__
 
 _INT2_OPSET = 25
 #: operators that end the process when ONNX Runtime loads what torch.onnx writes for them
@@ -195,7 +195,7 @@ def export_float(
 
 def _export(module: nn.Module, example: Sequence[Tensor], opset: int) -> ir.Model:
     if opset not in OPSETS:
-        raise UsageError(f"--opset {opset}: supported are {min(OPSETS)} to {max(OPSETS)}")
+        raise UsageError(f"`opset` is {opset}: supported are {min(OPSETS)} to {max(OPSETS)}")
     inputs = tuple(torch.cat([x[:1], x[:1]]) for x in example)
     with quiet():
         program = torch.export.export(

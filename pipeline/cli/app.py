@@ -10,11 +10,11 @@ import sys
 import traceback
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
+from typer.core import TyperGroup
 
-from ul2q import __version__
 from ul2q.pipeline.cli import (
     compress_command,
     estimate_command,
@@ -24,7 +24,9 @@ from ul2q.pipeline.cli import (
     study_command,
     train_command,
 )
+from ul2q.pipeline.cli.option_names import option_names
 from ul2q.pipeline.errors import JobError, UsageError, one_line
+from ul2q.pipeline.version import __version__
 
 DONE, FAILED, UNUSABLE, INTERRUPTED = 0, 1, 2, 130
 #: the commands that have --resume
@@ -85,7 +87,7 @@ def _say(line: str) -> None:
             return
     if options.debugging():
         traceback.print_exc()
-    typer.echo(one_line(line), err=True)
+    typer.echo(one_line(options.message_text(line)), err=True)
 
 
 def execute(arguments: Sequence[str] | None = None) -> int:
@@ -94,8 +96,9 @@ def execute(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 done, 1 the job failed, 2 wrong usage or unusable input, 130 interrupted.
     """
-    arguments = sys.argv[1:] if arguments is None else arguments
-    command = typer.main.get_command(app)
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    command = cast(TyperGroup, typer.main.get_command(app))
+    options.set_option_names(option_names(command, arguments))
     try:
         code = command.main(args=arguments, prog_name="pipeline", standalone_mode=False)
     except UsageError as error:

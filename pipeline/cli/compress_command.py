@@ -18,15 +18,15 @@ from ul2q.pipeline.cli.options import (
     Quiet,
     Resize,
     TrustPickle,
-    network_args,
+    model_source,
     numbers,
     print_report,
     quant_config,
     shown,
     start,
-    targets,
     without_none,
 )
+from ul2q.pipeline.compression.output_formats.registry import FORMATS, converted_formats, requested_names
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.quantize.registry import quantizer_help
 
@@ -63,7 +63,9 @@ def compress(
     crop: Crop = None,
     opset: Annotated[int | None, typer.Option(help="ONNX opset of the file.")] = None,
     storage: Annotated[str | None, typer.Option(help="table, or int2 for typed tensors.")] = None,
-    to: Annotated[str, typer.Option(help="What to write: onnx, or onnx,keras.")] = "onnx",
+    to: Annotated[
+        str, typer.Option(help=f"Formats to write, separated by commas: {', '.join(FORMATS)}.")
+    ] = "onnx",
     seed: Annotated[int | None, typer.Option(help="Seed of everything random.")] = None,
     config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A config.json; options given here come first.")
@@ -91,7 +93,7 @@ def compress(
     progress = start(quiet, debug)
     from ul2q.pipeline.compression.compress import compress_file
 
-    given = {
+    overrides = {
         "wbits": wbits, "abits": abits, "epochs": epochs, "granularity": granularity, "act_fit": act_fit,
         "quantizer": quantizer,
         "optimizer": optimizer, "lr": lr, "batch_size": batch_size, "samples": samples,
@@ -104,11 +106,9 @@ def compress(
         "crop": crop,
     }
     result = compress_file(
-        model,
-        quant_config(config, without_none(given)),
+        model_source(model, arch, arch_args, trust_pickle),
+        quant_config(config, without_none(overrides)),
         data=data,
-        arch=arch,
-        arch_args=network_args(arch_args),
         input_shape=numbers(input_shape, "--input-shape", int),
         preprocess=without_none(preprocess) or None,
         output=output,
@@ -116,8 +116,7 @@ def compress(
         resume=resume,
         dry_run=dry_run,
         synthetic=synthetic,
-        trust_pickle=trust_pickle,
-        to=targets(to, {"onnx", "keras"}),
+        to=to,
         progress=progress,
     )
     print_report(result.report, as_json)
@@ -127,21 +126,23 @@ def compress(
 
 def export(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="What compress wrote.", show_default=False)],
-    to: Annotated[str, typer.Option(help="keras: writes DIR/model.keras.")] = "keras",
+    to: Annotated[
+        str, typer.Option(help=f"Formats to write, separated by commas: {', '.join(converted_formats())}.")
+    ] = "keras",
     overwrite: Overwrite = False,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
     """Write the model of a folder in another format."""
     start(quiet, debug)
-    from ul2q.pipeline.evaluation.keras_parity import write_mirror
     from ul2q.pipeline.storage.atomic import check_output
 
-    targets(to, {"keras"})
-    output = folder / "model.keras"
-    check_output(output, overwrite=overwrite)
-    write_mirror(folder / "model.onnx", output)
-    typer.echo(f"written: {output}, {output.stat().st_size:,} bytes")
+    formats = [FORMATS[name] for name in requested_names(to, converted_formats())]
+    for output_format in formats:
+        check_output(folder / output_format.file_name, overwrite=overwrite)
+    for output_format in formats:
+        written = output_format.write(folder / "model.onnx", folder / output_format.file_name)
+        typer.echo(f"written: {written.path}, {written.bytes:,} bytes")
 
 
 def demo(

@@ -1,4 +1,4 @@
-"""What an installation runs on: versions, runtimes, what the CPU can do, and how many threads are used."""
+"""Diagnose an installation: versions, runtimes, CPU features and threads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ul2q import __version__
+from ul2q.pipeline.version import __version__
 
 _PACKAGES = ("torch", "numpy", "onnx", "onnxruntime", "onnxscript", "onnx-ir", "keras", "tensorflow-cpu")
 #: what speeds up 8-bit arithmetic, as the kernel calls it
@@ -18,7 +18,7 @@ _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 
 
 def diagnose() -> dict[str, Any]:
-    """Return what a bug report needs to say, by topic; nothing in it names the user or their files."""
+    """Return what a bug report needs, by topic; nothing in it names the user or their files."""
     import onnxruntime
     import torch
 
@@ -45,23 +45,23 @@ def diagnose() -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in _PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            versions[name] = "not installed"
+    return versions
 
 
 def cpu(info: Path) -> dict[str, Any]:
-    """Read what Linux tells about the processor.
+    """Read what Linux reports about the processor.
 
     Args:
         info: /proc/cpuinfo.
 
     Returns:
-        ``model`` and those of `FEATURES` that it has; null where the system does not tell.
+        ``model`` and those of `FEATURES` that it has; null where the system does not report it.
     """
     if not info.exists():
         return {"model": platform.processor() or None, "features": None}

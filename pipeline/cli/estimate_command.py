@@ -14,7 +14,7 @@ from ul2q.pipeline.cli.options import (
     Quiet,
     TrustPickle,
     console,
-    network_args,
+    model_source,
     numbers,
     print_json,
     start,
@@ -45,10 +45,8 @@ def estimate(
     from ul2q.pipeline.evaluation.estimate import estimate as count
     from ul2q.pipeline.evaluation.estimate import estimate_tables
 
-    counts = count(
-        model, wbits, abits, input_shape=numbers(input_shape, "--input-shape", int), arch=arch,
-        arch_args=network_args(arch_args), trust_pickle=trust_pickle,
-    )  # fmt: skip
+    source = model_source(model, arch, arch_args, trust_pickle)
+    counts = count(source, wbits, abits, input_shape=numbers(input_shape, "--input-shape", int))
     if as_json:
         print_json(counts)
     else:

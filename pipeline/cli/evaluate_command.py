@@ -18,7 +18,7 @@ from ul2q.pipeline.cli.options import (
     Quiet,
     Resize,
     TrustPickle,
-    network_args,
+    model_source,
     print_json,
     start,
     without_none,
@@ -46,12 +46,9 @@ def evaluate(
     from ul2q.pipeline.evaluation.evaluate import evaluate_file
 
     result = evaluate_file(
-        model,
+        model_source(model, arch, arch_args, trust_pickle),
         data,
         changes=without_none({"resize": resize, "crop": crop}),
-        arch=arch,
-        arch_args=network_args(arch_args),
-        trust_pickle=trust_pickle,
         progress=progress,
     )
     if as_json:

@@ -1,4 +1,4 @@
-"""The commands that show what is there."""
+"""The commands that show models, reports and the installation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ul2q.pipeline.cli.options import (
     TrustPickle,
     console,
     json_object,
-    network_args,
+    model_source,
     print_json,
     print_report,
     read_text,
@@ -46,7 +46,7 @@ def inspect(
     start(quiet, debug)
     from ul2q.pipeline.evaluation.inspect_model import describe, describe_tables
 
-    description = describe(model, arch=arch, arch_args=network_args(arch_args), trust_pickle=trust_pickle)
+    description = describe(model_source(model, arch, arch_args, trust_pickle))
     if as_json:
         print_json(description)
     else:
@@ -112,7 +112,7 @@ def _show(folder: Path, output: Path | None, markdown: bool, as_json: bool) -> P
     if markdown:
         typer.echo(to_markdown(checked), nl=False)
     else:
-        print_report(dict(checked), as_json)
+        print_report(checked, as_json)
     return page
 
 
@@ -144,11 +144,11 @@ def doctor(as_json: Json = False, quiet: Quiet = False, debug: Debug = False) ->
     start(quiet, debug)
     from ul2q.pipeline.cli.diagnose import diagnose
 
-    found = diagnose()
+    diagnosis = diagnose()
     if as_json:
-        print_json(found)
+        print_json(diagnosis)
         return
-    for topic, values in found.items():
+    for topic, values in diagnosis.items():
         for name, value in (values if isinstance(values, dict) else {topic: values}).items():
             label = topic if name == topic else f"{topic}.{name}"
             shown = ", ".join(value) if isinstance(value, list) else "-" if value is None else value

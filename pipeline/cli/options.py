@@ -1,4 +1,4 @@
-"""What the commands share: their common options, reading option values, printing results."""
+"""Common options of the commands, parsing of option values, printing of results."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ul2q.pipeline.cli.option_names import with_options
 from ul2q.pipeline.data.sources import registry
 from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.importers.source import ModelSource
+from ul2q.pipeline.progress import Progress
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from ul2q.pipeline.config import QuantConfig
-    from ul2q.pipeline.progress import Progress
 
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show warnings, and the whole trace of an error.")]
@@ -49,6 +51,26 @@ TrustPickle = Annotated[
 
 
 _debugging = False
+_option_names: Mapping[str, str] = {}
+
+
+def set_option_names(names: Mapping[str, str]) -> None:
+    """Set the options of the running command, by their names in Python."""
+    global _option_names  # the process runs one command
+    _option_names = names
+
+
+def message_text(message: str) -> str:
+    """Return a message of the library in the terms of the running command: "`exclude`" as "--exclude"."""
+    return with_options(message, _option_names)
+
+
+class CommandProgress(Progress):
+    """Progress of a command: lines name its options."""
+
+    def line(self, text: str) -> None:
+        """Write ``text`` as one line, above the bar if there is one."""
+        super().line(message_text(text))
 
 
 def start(quiet: bool, debug: bool) -> Progress:
@@ -57,8 +79,6 @@ def start(quiet: bool, debug: bool) -> Progress:
     Returns:
         Where the command reports its progress.
     """
-    from ul2q.pipeline.progress import Progress
-
     global _debugging  # the process runs one command
     _debugging = debug
     if not debug:
@@ -67,7 +87,7 @@ def start(quiet: bool, debug: bool) -> Progress:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     logging.getLogger("ul2q").setLevel(logging.INFO if debug else logging.WARNING)
-    return Progress(quiet=quiet)
+    return CommandProgress(quiet=quiet)
 
 
 def debugging() -> bool:
@@ -114,7 +134,7 @@ def numbers(text: str | None, option: str, kind: Callable[[str], Any]) -> tuple[
 
 
 def without_none(values: dict[str, Any]) -> dict[str, Any]:
-    """Leave out options that were not given.
+    """Drop the options that were left out.
 
     Returns:
         The others.
@@ -140,13 +160,10 @@ def json_object(text: str, where: str) -> dict[str, Any]:
     return value
 
 
-def network_args(text: str | None) -> dict[str, Any] | None:
-    """Read ``--arch-args``.
-
-    Returns:
-        The arguments, None for None.
-    """
-    return None if text is None else json_object(text, "--arch-args")
+def model_source(model: str | Path, arch: str | None, arch_args: str | None, trust: bool) -> ModelSource:
+    """Return the source of a network from ``MODEL`` and the options that load it; ``arch_args`` is JSON."""
+    arguments = None if arch_args is None else json_object(arch_args, "--arch-args")
+    return ModelSource(Path(model), arch, arguments, trust)
 
 
 def read_text(path: Path, what: str) -> str:
@@ -166,7 +183,7 @@ def read_text(path: Path, what: str) -> str:
         raise UsageError(f"{path} is no text: give {what}") from error
 
 
-def quant_config(path: Path | None, given: dict[str, Any]) -> QuantConfig:
+def quant_config(path: Path | None, overrides: dict[str, Any]) -> QuantConfig:
     """Merge a configuration file and the options.
 
     Returns:
@@ -178,13 +195,13 @@ def quant_config(path: Path | None, given: dict[str, Any]) -> QuantConfig:
     from ul2q.pipeline.config import QuantConfig
 
     values = {} if path is None else json_object(read_text(path, "a config.json"), str(path))
-    values |= given
+    values |= overrides
     if "wbits" not in values:
         raise UsageError("--wbits is missing: give 1 to 8")
     return QuantConfig.from_dict(values)
 
 
-def print_report(values: dict[str, Any], as_json: bool) -> None:
+def print_report(values: Mapping[str, Any], as_json: bool) -> None:
     """Print the content of report.json as tables, or as it is."""
     from ul2q.pipeline.report.render import tables
     from ul2q.pipeline.report.schema import complete
@@ -192,7 +209,9 @@ def print_report(values: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print_json(values)
     else:
-        tables(complete(values), console())
+        report = complete(values)
+        report["warnings"] = [message_text(warning) for warning in report["warnings"]]
+        tables(report, console())
 
 
 def shown(values: dict[str, Any]) -> str:
@@ -203,19 +222,3 @@ def shown(values: dict[str, Any]) -> str:
     """
     parts = ((name, f"{value:.4g}" if isinstance(value, float) else value) for name, value in values.items())
     return ", ".join(f"{name} {value}" for name, value in parts)
-
-
-def targets(text: str, allowed: set[str]) -> tuple[str, ...]:
-    """Read ``--to onnx,keras``.
-
-    Returns:
-        The names.
-
-    Raises:
-        UsageError: one of them is unknown.
-    """
-    names = tuple(name.strip() for name in text.split(","))
-    for name in names:
-        if name not in allowed:
-            raise UsageError(f"--to {text}: {name!r} is unknown; use {', '.join(sorted(allowed))}")
-    return names

@@ -98,8 +98,8 @@ def train(
     from ul2q.pipeline.training.train import train as run_training
 
     if data is None:
-        raise UsageError(f"--data is missing: give {registry.choices()}")
-    given = {
+        raise UsageError(f"`data` is missing: give {registry.choices()}")
+    settings = {
         "recipe": recipe, "epochs": epochs, "batch_size": batch_size, "simulate_batch": simulate_batch,
         "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "mixup": mixup, "erase": erase,
         "damping": damping, "initial_damping": initial_damping, "kl_clip": kl_clip, "transport": transport,
@@ -108,7 +108,7 @@ def train(
         "encoder_weights": encoder_weights, "precision": precision,
         "device": device, "resize": resize, "crop": crop,
     }  # fmt: skip
-    config = TrainConfig(arch=arch, data=data, optimizer=optimizer, seed=seed, **without_none(given))
+    config = TrainConfig(arch=arch, data=data, optimizer=optimizer, seed=seed, **without_none(settings))
     with joined(config.device) as first:
         metrics = run_training(config, output, resume=resume, overwrite=overwrite, progress=progress)
     if not first:

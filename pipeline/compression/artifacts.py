@@ -3,168 +3,166 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
-from ul2q import __version__
-from ul2q.pipeline.compression.run import Work
+from ul2q.pipeline.compression.output_formats.base import OutputFormat, WrittenModel
+from ul2q.pipeline.compression.output_formats.registry import PORTABLE
+from ul2q.pipeline.compression.report_fields import written_report
+from ul2q.pipeline.compression.run import CompressedNetwork, Run
 from ul2q.pipeline.data import Dataset, batches
 from ul2q.pipeline.errors import JobError, UsageError, quantity
 from ul2q.pipeline.evaluation import measure
-from ul2q.pipeline.evaluation.backends import KerasModule, OnnxModule
-from ul2q.pipeline.evaluation.keras_parity import mirror_parity, write_mirror
-from ul2q.pipeline.evaluation.parity import verify
+from ul2q.pipeline.evaluation.parity import Parity
 from ul2q.pipeline.graph.folding import float_state_dict
-from ul2q.pipeline.graph.lower import Lowered
-from ul2q.pipeline.importers.checkpoint import save_checkpoint
+from ul2q.pipeline.importers.checkpoint import CheckpointRecord, save_checkpoint
 from ul2q.pipeline.report import page, render, schema
+from ul2q.pipeline.report.schema import Report
 from ul2q.pipeline.storage.torch_save import write_tensors
 from ul2q.pipeline.tasks.inference import evaluation_batch
 from ul2q.runtimes.memory import return_freed_memory
 
-if TYPE_CHECKING:
-    from ul2q.pipeline.compression.compress import CompressedModel
-
 # Inputs on which every written file is compared with the lowered network.
 _VERIFIED_SAMPLES = 1000
 
+Batches = Iterable[Sequence[Tensor]]
 
-def write(compressed: CompressedModel, folder: Path, with_keras: bool) -> dict[str, Any]:
+
+@dataclass(frozen=True)
+class _Output:
+    """A written and verified file."""
+
+    format: OutputFormat
+    written: WrittenModel
+    parity: Parity
+
+
+def write(
+    run: Run, network: CompressedNetwork, report: Report, folder: Path, formats: Sequence[OutputFormat]
+) -> Report:
     """Write all files into ``folder``, verify and measure them.
 
     Args:
-        compressed: the network.
+        run: inputs of the run.
+        network: its result.
+        report: the report so far.
         folder: an empty folder.
-        with_keras: write model.keras too.
+        formats: what to write, ONNX first.
 
     Returns:
-        The report.
+        The complete report.
     """
-    work, lowered = compressed._work, compressed.lowered
     files = measure.Files(folder / "model.onnx", folder / "float.onnx")
     size = {
-        "onnx_bytes": compressed.exported.save(files.quantized),
-        "float_onnx_bytes": compressed.exported_float.save(files.float),
+        "onnx_bytes": network.exported.save(files.quantized),
+        "float_onnx_bytes": network.exported_float.save(files.float),
     }
-    (folder / "config.json").write_text(json.dumps(compressed.config.to_dict(), indent=2) + "\n")
-    source = work.source
-    if source is not None and source.arch is not None:
-        save_checkpoint(
-            folder / "checkpoint.pt", work.model, arch=source.arch, arch_args=source.arch_args,
-            data=source.data or work.data.record(), preprocess=work.data.preprocess,
-            input_shape=work.data.shape, classes=work.data.classes,
-            state_dict=float_state_dict(work.model, compressed.prepared),
-        )  # fmt: skip
-    else:
-        write_tensors(folder / "checkpoint.pt", float_state_dict(work.model, compressed.prepared))
+    (folder / "config.json").write_text(json.dumps(run.config.to_dict(), indent=2) + "\n")
+    _write_checkpoint(run, network, folder / "checkpoint.pt")
     return_freed_memory()
-    with work.stage("verify"):
-        samples = partial(_first_samples, work.data.test or work.train, _VERIFIED_SAMPLES)
-        parity, _ = verify(files.quantized, lowered, compressed.exported.code_tensors, samples())
-        work.progress.line(
-            f"verified {quantity(parity.sites, 'activation site')} on {quantity(parity.samples, 'sample')}: "
-            f"{quantity(parity.differing_codes, 'differing code')}"
-        )
-        twin, keras_parity = _write_keras(compressed, folder, samples()) if with_keras else (None, None)
-    with work.stage("report"):
-        counted = measure.counted(compressed.prepared)
-        values = {
-            "ul2q": __version__,
-            "model": {
-                "source": source.path.name if source else None,
-                "sha256": source.sha256 if source else None,
-                "arch": source.arch if source else type(work.model).__name__,
-                "parameters": sum(p.numel() for p in work.model.parameters()),
-            },
-            "data": data_name(work),
-            "config": compressed.config.to_dict(),
-            "seed": compressed.config.seed,
-            **compressed.report,
-            "size": size | _keras_size(folder),
+    with run.stage("verify"):
+        samples = partial(_first_samples, run.data.test or run.train, _VERIFIED_SAMPLES)
+        outputs = [_verified(run, network, output_format, folder, samples) for output_format in formats]
+    with run.stage("report"):
+        counted = measure.counted(network.prepared)
+        measured = {
+            "layers": report["layers"],
+            "activations": report["activations"],
+            "size": {f"{output.format.name}_bytes": output.written.bytes for output in outputs} | size,
             **counted,
             "memory": counted["memory"] | measure.memory(files),
-            **_accuracies(work, lowered, files, twin),
-            "parity": {"onnxruntime": parity.to_dict(), "keras": keras_parity},
+            **_accuracies(run, network, outputs),
+            "parity": {output.format.runtime: output.parity.to_dict() for output in outputs},
             "latency_ms": measure.latency(files),
-            "warnings": work.warnings,
         }
-    values["seconds"] = {name: round(seconds, 3) for name, seconds in work.seconds.items()}
-    report = schema.complete(values)
+    report = written_report(run, network, measured)
     (folder / "report.json").write_text(schema.to_json(report), encoding="utf-8")
     (folder / "report.md").write_text(render.markdown(report), encoding="utf-8")
     (folder / "report.html").write_text(page.html(report), encoding="utf-8")
-    return dict(report)
+    return report
 
 
-def data_name(work: Work) -> str:
-    """Return what the data are called in a report: the name of the source, or of its file."""
-    return Path(work.data.spec).name
+def _write_checkpoint(run: Run, network: CompressedNetwork, path: Path) -> None:
+    source, weights = run.source, float_state_dict(run.model, network.prepared)
+    if source is None or source.arch is None:
+        write_tensors(path, weights)
+        return
+    record = CheckpointRecord(
+        source.arch,
+        source.arch_args,
+        data=source.data or run.data.record(),
+        preprocess=run.data.preprocess,
+        input_shape=run.data.shape,
+        classes=run.data.classes,
+    )
+    save_checkpoint(path, run.model, record, weights=weights)
 
 
-def _write_keras(
-    compressed: CompressedModel, folder: Path, batches: Iterable[Sequence[Tensor]]
-) -> tuple[Any, dict[str, Any]]:
-    """Write model.keras into ``folder`` and compare it.
+def _verified(
+    run: Run,
+    network: CompressedNetwork,
+    output_format: OutputFormat,
+    folder: Path,
+    samples: Callable[[], Batches],
+) -> _Output:
+    """Write one format into ``folder`` and compare it.
 
     Returns:
-        The model as it was read back, and its parity.
+        The file and its agreement with the network.
 
     Raises:
-        UsageError: the network holds what no Keras layer stands for.
-        JobError: the Keras model does not reproduce the network.
+        UsageError: an operator of the network has no form in this format.
+        JobError: the file does not reproduce the network.
     """
-    path, work = folder / "model.keras", compressed._work
-    progress = work.progress
     try:
-        twin = write_mirror(folder / "model.onnx", path)
-        parity = mirror_parity(path, twin, compressed.lowered, (inputs[0] for inputs in batches))
+        written = output_format.write(folder / "model.onnx", folder / output_format.file_name)
+        parity = output_format.verify(written, network, samples())
     except (UsageError, JobError) as error:
-        how = "run again with --resume --to onnx" if work.kept is not None else "leave keras out of `to`"
+        if output_format.name == PORTABLE:
+            raise
+        leave_out = f"leave {output_format.name} out of `to`"
+        how = f"run again with `resume` and `to='{PORTABLE}'`" if run.resume is not None else leave_out
         raise type(error)(f"{error}; the ONNX file is verified: {how} to get it") from error
-    progress.line(f"verified {parity.sites} sites in Keras: {parity.differing_codes} differing codes")
-    return twin, parity.to_dict()
+    where = "" if output_format.name == PORTABLE else f" in {output_format.title}"
+    run.progress.line(
+        f"verified {quantity(parity.sites, 'activation site')}{where} on "
+        f"{quantity(parity.samples, 'sample')}: {quantity(parity.differing_codes, 'differing code')}"
+    )
+    return _Output(output_format, written, parity)
 
 
-def _keras_size(folder: Path) -> dict[str, Any]:
-    path = folder / "model.keras"
-    return {"keras_bytes": path.stat().st_size if path.exists() else None}
-
-
-def _accuracies(work: Work, lowered: Lowered, files: measure.Files, twin: Any) -> dict[str, Any]:
+def _accuracies(run: Run, network: CompressedNetwork, outputs: Sequence[_Output]) -> dict[str, Any]:
     """Return the fields ``accuracy`` and ``metrics``; neither without labelled test samples."""
-    before, after = (_measured(work, module) for module in (work.model, lowered.module))
-    if work.data.test is None or before is None or after is None:
+    before, after = (_metrics(run, module) for module in (run.model, network.lowered.module))
+    if run.data.test is None or before is None or after is None:
         return {}
-
-    def score(module: nn.Module) -> float | None:
-        found = _measured(work, module)
-        return None if found is None else found[work.metric_name]
-
+    scores = {output.format.runtime: _metrics(run, output.format.score(output.written)) for output in outputs}
+    name = run.metric_name
     return {
         "accuracy": {
-            "metric": work.metric_name,
-            "samples": len(work.data.test),
-            "float": before[work.metric_name],
-            "quantized": after[work.metric_name],
-            "onnxruntime": score(OnnxModule(files.quantized)),
-            "keras": None if twin is None else score(KerasModule(twin)),
+            "metric": name,
+            "samples": len(run.data.test),
+            "float": before[name],
+            "quantized": after[name],
+            **{runtime: None if metrics is None else metrics[name] for runtime, metrics in scores.items()},
         },
         "metrics": {
-            name: {"float": value, "quantized": after.get(name)}
-            for name, value in before.items()
-            if name != work.metric_name
+            other: {"float": value, "quantized": after.get(other)}
+            for other, value in before.items()
+            if other != name
         },
     }
 
 
-def _measured(work: Work, module: nn.Module) -> dict[str, float] | None:
-    found = work.test_metrics(module)
+def _metrics(run: Run, module: nn.Module) -> dict[str, float] | None:
+    metrics = run.test_metrics(module)
     return_freed_memory()
-    return found
+    return metrics
 
 
 def _first_samples(dataset: Dataset, count: int) -> Iterator[Sequence[Tensor]]:

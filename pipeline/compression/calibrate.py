@@ -17,13 +17,13 @@ from ul2q.pipeline.graph.capture import copy_graph
 from ul2q.pipeline.graph.prepare import Prepared
 from ul2q.pipeline.quantize.ema import ActivationStats
 
-#: Makes a fresh pass over the calibration inputs; every batch is a tuple of model inputs.
+#: Starts a new pass over the calibration inputs; every batch is a tuple of model inputs.
 Batches = Callable[[], Iterable[tuple[Tensor, ...]]]
 
 
 @dataclass(frozen=True)
 class BatchNormChoice:
-    """Which batch norm statistics were kept: mean squared error of the outputs against the float model.
+    """Choice of batch norm statistics by the mean squared error of the outputs against the float model.
 
     Attributes:
         before: error with the statistics of the float model.
@@ -34,32 +34,32 @@ class BatchNormChoice:
     after: float
 
     @property
-    def kept(self) -> bool:
-        """Whether the new statistics were better and are in use."""
+    def reestimated(self) -> bool:
+        """Whether the re-estimated statistics have the smaller error and are in use."""
         return self.after < self.before
 
 
 def calibrate(
-    prepared: Prepared, reference: nn.Module, batches: Batches, *, stand_ins: bool = False
+    prepared: Prepared, reference: nn.Module, batches: Batches, *, synthetic: bool = False
 ) -> BatchNormChoice | None:
     """Calibrate ``prepared`` in place on unlabelled inputs.
 
     Args:
         prepared: the graph with quantisers.
         reference: the float network, for choosing the batch norm statistics.
-        batches: makes a pass over the calibration inputs.
-        stand_ins: whether the inputs only stand in for real ones: then the statistics of the float network
-            are right, and only what quantisation changes in them is taken over.
+        batches: starts a pass over the calibration inputs.
+        synthetic: whether the inputs are synthetic: then the statistics of the float network are right, and
+            only their change by quantisation is applied.
 
     Returns:
-        What the re-estimation of batch norm did, or None without batch norm, or without any batch of at least
-        two samples.
+        The choice of batch norm statistics, or None without batch norm, or without any batch of at least two
+        samples.
 
     Raises:
-        UsageError: there are no calibration samples, or they give values that are not finite.
+        UsageError: there are no calibration samples, or activations are not finite.
     """
     set_activations(prepared, "off")
-    choice = _reestimate_batch_norm(prepared.module, reference, batches, stand_ins)
+    choice = _reestimate_batch_norm(prepared.module, reference, batches, synthetic)
     fit_activations(prepared, batches)
     return choice
 
@@ -72,7 +72,7 @@ def set_activations(prepared: Prepared, mode: str) -> None:
 
 @torch.no_grad()
 def fit_activations(prepared: Prepared, batches: Batches) -> None:
-    """Observe all activations over one pass and fit their grids; quantisers are on afterwards.
+    """Observe all activations over one pass and fit their grids; the quantisers are on afterwards.
 
     Raises:
         UsageError: there are no calibration samples, or a value is not finite.
@@ -94,7 +94,7 @@ def fit_activations(prepared: Prepared, batches: Batches) -> None:
 
 @torch.no_grad()
 def _reestimate_batch_norm(
-    module: nn.Module, reference: nn.Module, batches: Batches, stand_ins: bool
+    module: nn.Module, reference: nn.Module, batches: Batches, synthetic: bool
 ) -> BatchNormChoice | None:
     norms = _norms(module)
     if not norms:
@@ -105,10 +105,10 @@ def _reestimate_batch_norm(
         for name, m in norms.items()
     }
     used = _average_statistics(module, batches)
-    if used and stand_ins:
+    if used and synthetic:
         _shift_statistics(norms, reference, batches)
     choice = BatchNormChoice(before, _output_error(module, reference, batches)) if used else None
-    if choice is None or not choice.kept:
+    if choice is None or not choice.reestimated:
         for name, (mean, var, count) in old.items():
             norm = norms[name]
             norm.running_mean, norm.running_var, norm.num_batches_tracked = mean, var, count
@@ -120,10 +120,10 @@ def _norms(module: nn.Module) -> dict[str, Any]:
 
 
 def _average_statistics(module: nn.Module, batches: Batches) -> int:
-    """Give every batch norm the plain average of its statistics over the batches.
+    """Set the statistics of every batch norm to their plain average over the batches.
 
     Returns:
-        How many batches had statistics.
+        The number of batches that contributed.
     """
     norms = _norms(module).values()
     momenta = [m.momentum for m in norms]
@@ -144,15 +144,15 @@ def _average_statistics(module: nn.Module, batches: Batches) -> int:
 
 
 def _shift_statistics(norms: dict[str, Any], reference: nn.Module, batches: Batches) -> None:
-    """Turn statistics on stand-ins into the float network's own, moved as far as quantisation moves them."""
-    on_stand_ins = copy_graph(cast(Any, reference))
-    _average_statistics(on_stand_ins, batches)
-    float_norms, stored_norms = _norms(on_stand_ins), _norms(reference)
+    """Replace statistics of synthetic inputs by the stored ones, shifted as quantisation shifts them."""
+    on_synthetic = copy_graph(cast(Any, reference))
+    _average_statistics(on_synthetic, batches)
+    float_norms, stored_norms = _norms(on_synthetic), _norms(reference)
     for name, norm in norms.items():
-        stand_in, stored = float_norms[name], stored_norms[name]
+        measured, stored = float_norms[name], stored_norms[name]
         if stored.running_mean is not None:
-            norm.running_mean += stored.running_mean - stand_in.running_mean
-            norm.running_var *= stored.running_var / stand_in.running_var.clamp(min=norm.eps)
+            norm.running_mean += stored.running_mean - measured.running_mean
+            norm.running_var *= stored.running_var / measured.running_var.clamp(min=norm.eps)
 
 
 def _output_error(module: nn.Module, reference: nn.Module, batches: Batches) -> float:
@@ -162,7 +162,7 @@ def _output_error(module: nn.Module, reference: nn.Module, batches: Batches) -> 
     total, count = 0.0, 0
     for inputs in batches():
         pairs = zip(pytree.tree_leaves(module(*inputs)), pytree.tree_leaves(reference(*inputs)), strict=True)
-        for ours, theirs in pairs:
-            total += float((ours.double() - theirs.double()).square().sum())
-            count += ours.numel()
+        for actual, expected in pairs:
+            total += float((actual.double() - expected.double()).square().sum())
+            count += actual.numel()
     return total / count if count else float("inf")

@@ -21,7 +21,7 @@ from ul2q.pipeline.tasks.losses import Loss, default_loss
 # Learning rates at which 2-bit networks recover within a few epochs (validation digits of mnist5k).
 _LEARNING_RATES = {"adam": 1e-3, "sgd": 1e-2, "kfac": 1e-2}
 # With synthetic inputs the full rate pulls the network towards them (resnet8 at 2 bits: 54 against 89 %).
-_STAND_IN_FACTOR = 0.3
+_SYNTHETIC_FACTOR = 0.3
 # Damping and norm guard that also keep networks without batch norm from diverging.
 _DAMPING, _KL_CLIP = 0.03, 1e-3
 
@@ -41,11 +41,11 @@ class EpochResult:
     score: float | None
 
 
-def gentler(config: QuantConfig) -> QuantConfig:
-    """Return ``config`` with a lower learning rate, unless it names one: for inputs that only stand in."""
+def with_lower_rate(config: QuantConfig) -> QuantConfig:
+    """Return ``config`` with a lower learning rate for synthetic inputs, unless it sets one."""
     if config.lr is not None:
         return config
-    return dataclasses.replace(config, lr=_STAND_IN_FACTOR * _LEARNING_RATES[config.optimizer])
+    return dataclasses.replace(config, lr=_SYNTHETIC_FACTOR * _LEARNING_RATES[config.optimizer])
 
 
 def make_optimizer(module: nn.Module, config: QuantConfig) -> torch.optim.Optimizer:
@@ -61,6 +61,69 @@ def make_optimizer(module: nn.Module, config: QuantConfig) -> torch.optim.Optimi
     return torch.optim.SGD(parameters, lr=lr, momentum=0.9, nesterov=True)
 
 
+@dataclass
+class _Tuner:
+    """Optimiser and schedule of a fine-tuning, with the best state so far.
+
+    Attributes:
+        prepared: the graph that is tuned.
+        teacher: the float network.
+        loss: see `Loss`.
+        optimizer: optimiser of the graph.
+        schedule: schedule of its learning rate.
+        best: (score, state dict) of the best state so far, or None without scores.
+    """
+
+    prepared: Prepared
+    teacher: nn.Module
+    loss: Loss
+    optimizer: torch.optim.Optimizer
+    schedule: torch.optim.lr_scheduler.LRScheduler
+    best: tuple[float, dict[str, Any]] | None = None
+
+    def keep_if_best(self, score: float | None) -> None:
+        """Copy the state of the graph if ``score`` is at least the best so far."""
+        if score is not None and (self.best is None or score >= self.best[0]):
+            self.best = (score, copy.deepcopy(self.prepared.module.state_dict()))
+
+    def epoch(self, batches: Iterator[tuple[Tensor | Inputs, Tensor | None]]) -> float:
+        """Train for one epoch.
+
+        Returns:
+            The mean loss.
+        """
+        module = self.prepared.module
+        norms = [m for m in module.modules() if isinstance(m, BATCH_NORMS)]
+        module.train()
+        total, count = 0.0, 0
+        for batch, targets in batches:
+            inputs = (batch,) if isinstance(batch, Tensor) else batch
+            samples = len(inputs[0])
+            with torch.no_grad():
+                target_outputs = self.teacher(*inputs)
+            for norm in norms:
+                norm.train(samples > 1)  # one sample has no statistics of its own
+            self.optimizer.zero_grad()
+            with parametrize.cached():  # a layer that is called twice is quantised once
+                value = self.loss(module(*inputs), targets, target_outputs)
+                value.backward()
+            self.optimizer.step()
+            self.schedule.step()
+            total, count = total + float(value.detach()) * samples, count + samples
+        return total / max(count, 1)
+
+    def state(self, epoch: int) -> dict[str, Any]:
+        """Return the state after ``epoch`` epochs, beside that of the graph."""
+        states = {"optimizer": self.optimizer.state_dict(), "schedule": self.schedule.state_dict()}
+        return {"epoch": epoch, "best": self.best, **states}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+        self.best = state["best"]
+
+
 def finetune(
     prepared: Prepared,
     teacher: nn.Module,
@@ -70,68 +133,49 @@ def finetune(
     loss: Loss = default_loss,
     refit: Callable[[], None],
     score: Callable[[], float] | None = None,
-    resume: Mapping[str, Any] | None = None,
-    keep: Callable[[dict[str, Any]], None] | None = None,
+    resume_state: Mapping[str, Any] | None = None,
+    save_state: Callable[[dict[str, Any]], None] | None = None,
 ) -> Iterator[EpochResult]:
     """Fine-tune ``prepared`` in place, one epoch per item of the returned iterator.
 
-    The learning rate falls to zero along a cosine. After every epoch the activation ranges are fitted again;
-    the best state by ``score`` is kept, the one before the first epoch included
-    (without ``score`` the last one).
+    The learning rate falls to zero along a cosine. After every epoch the activation ranges are fitted again.
+    At the end ``prepared`` has the best state by ``score``, which may be that before the first epoch; without
+    ``score``, the last state.
 
     Args:
         prepared: a calibrated graph.
         teacher: the float network.
-        batches: makes the shuffled batches of an epoch (counted from 0); inputs are a tensor or a tuple.
+        batches: starts the shuffled batches of an epoch (counted from 0); inputs are a tensor or a tuple.
         steps_per_epoch: batches per epoch.
         loss: see `Loss`.
         refit: fits the activation ranges anew.
         score: validation score.
-        resume: what ``keep`` was given in an interrupted run; ``prepared`` is as it was then.
-        keep: takes, after each epoch, what is needed to go on besides the state of ``prepared``.
+        resume_state: state that ``save_state`` received; ``prepared`` has its own state of that time.
+        save_state: receives, after each epoch, the state beside that of ``prepared``.
 
     Yields:
-        The result of each epoch that is left.
+        The result of each remaining epoch.
     """
     config = prepared.config
     epochs = config.finetune_epochs
     if epochs == 0:
         return
-    module = prepared.module
-    norms = [m for m in module.modules() if isinstance(m, BATCH_NORMS)]
-    optimizer = make_optimizer(module, config)
+    optimizer = make_optimizer(prepared.module, config)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * steps_per_epoch)
-    best, done = None, 0
-    if resume is not None:
-        optimizer.load_state_dict(resume["optimizer"])
-        schedule.load_state_dict(resume["schedule"])
-        best, done = resume["best"], resume["epoch"]
+    tuner = _Tuner(prepared, teacher, loss, optimizer, schedule)
+    finished = 0
+    if resume_state is not None:
+        tuner.load(resume_state)
+        finished = resume_state["epoch"]
     elif score is not None:
-        best = (score(), copy.deepcopy(module.state_dict()))
-    for epoch in range(done, epochs):
-        module.train()
-        total, count = 0.0, 0
-        for given, targets in batches(epoch):
-            inputs = (given,) if isinstance(given, Tensor) else given
-            samples = len(inputs[0])
-            with torch.no_grad():
-                target_outputs = teacher(*inputs)
-            for norm in norms:
-                norm.train(samples > 1)  # one sample has no statistics of its own
-            optimizer.zero_grad()
-            with parametrize.cached():  # a layer that is called twice is quantised once
-                value = loss(module(*inputs), targets, target_outputs)
-                value.backward()
-            optimizer.step()
-            schedule.step()
-            total, count = total + float(value.detach()) * samples, count + samples
+        tuner.keep_if_best(score())
+    for epoch in range(finished, epochs):
+        mean_loss = tuner.epoch(batches(epoch))
         refit()
-        result = EpochResult(epoch + 1, total / max(count, 1), score() if score is not None else None)
-        if best is not None and result.score is not None and result.score >= best[0]:
-            best = (result.score, copy.deepcopy(module.state_dict()))
-        if keep is not None:
-            states = {"optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
-            keep({"epoch": epoch + 1, "best": best, **states})
+        result = EpochResult(epoch + 1, mean_loss, score() if score is not None else None)
+        tuner.keep_if_best(result.score)
+        if save_state is not None:
+            save_state(tuner.state(epoch + 1))
         yield result
-    if best is not None:
-        module.load_state_dict(best[1])
+    if tuner.best is not None:
+        prepared.module.load_state_dict(tuner.best[1])

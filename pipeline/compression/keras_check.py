@@ -1,4 +1,4 @@
-"""Find out before the long stages whether Keras has layers for a network."""
+"""Check before the long stages whether Keras has layers for a network."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from ul2q.runtimes.keras_import import require_keras
 
 
 def check_keras(prepared: Prepared, example: Sequence[Tensor], config: QuantConfig) -> None:
-    """Convert a copy of a network with makeshift activation ranges, to see whether Keras takes it.
+    """Dry-run the Keras conversion with provisional activation ranges.
 
     Args:
-        prepared: the graph; it stays as it is, and so do the random numbers.
+        prepared: the graph; it and the random number generator are not changed.
         example: inputs of a few samples [N, …], from which the ranges are taken.
-        config: what is to be done.
+        config: configuration of the run.
 
     Raises:
-        UsageError: Keras is not installed, or the network holds what no Keras layer stands for.
+        UsageError: Keras is not installed, or an operator of the network has no Keras layer.
     """
     require_keras()
     from ul2q.runtimes.keras import load_onnx
 
-    trial = replace(prepared, module=copy_graph(prepared.module, own_parameters=False))
+    draft = replace(prepared, module=copy_graph(prepared.module, own_parameters=False))
     with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]):
         path = Path(folder) / "model.onnx"
         try:
-            fit_activations(trial, lambda: [tuple(example)])
-            export_lowered(lower(trial), example, config).save(path)
+            fit_activations(draft, lambda: [tuple(example)])
+            export_lowered(lower(draft), example, config).save(path)
         except (UsageError, JobError):
-            return  # a few samples prove nothing: calibration has the last word
+            return  # a few samples prove nothing: the real check follows calibration
         try:
             load_onnx(path)
         except UsageError as error:
-            raise UsageError(f"{error}; leave keras out of --to, or change the network") from error
+            raise UsageError(f"{error}; leave keras out of `to`, or change the network") from error

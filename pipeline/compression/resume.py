@@ -1,4 +1,4 @@
-"""What an interrupted compression leaves, so that the next run goes on instead of starting again.
+"""Saved state of an interrupted compression, from which the next run resumes.
 
 After calibration and after every epoch of fine-tuning the state is written, in one step, to a hidden file
 beside the output. It belongs to one network, one configuration and one split of the data.
@@ -8,89 +8,111 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ul2q import __version__
 from ul2q.pipeline.compression.calibrate import BatchNormChoice
 from ul2q.pipeline.compression.finetune import EpochResult
-from ul2q.pipeline.errors import JobError, UsageError
+from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.graph.prepare import Prepared
 from ul2q.pipeline.storage.atomic import beside
 from ul2q.pipeline.storage.torch_save import write_as_it_is
+from ul2q.pipeline.version import __version__
 
 FORMAT = "ul2q.unfinished/1"
 _DAMAGED = (RuntimeError, EOFError, ValueError, LookupError, TypeError, OSError, pickle.UnpicklingError)
 
 
 def unfinished_path(output: Path) -> Path:
-    """Return the file in which the stages of an unfinished run with ``output`` are kept."""
+    """Return the file that holds the finished stages of an interrupted run with ``output``."""
     return beside(output, "unfinished")
 
 
-@dataclasses.dataclass
-class Kept:
-    """The finished stages of a run.
+@dataclass(frozen=True)
+class FinishedStages:
+    """Results of the stages that an interrupted run finished.
 
     Attributes:
-        path: where they are kept.
-        key: what they belong to: plain types.
-        found: what an interrupted run left and this one goes on from, or None.
+        module: state dict of the graph with quantisers.
+        generator: state of torch's random number generator.
+        batch_norm: which batch norm statistics were chosen, or None.
+        epochs: results of the finished epochs.
+        tuning: state of the fine-tuning after the last of them, or None before the first.
+        tuned: whether the fine-tuning is finished.
+    """
+
+    module: Mapping[str, Any]
+    generator: torch.Tensor
+    batch_norm: BatchNormChoice | None
+    epochs: tuple[EpochResult, ...]
+    tuning: Mapping[str, Any] | None
+    tuned: bool
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> FinishedStages:
+        """Return the stages that a file records."""
+        choice = content["batch_norm"]
+        return cls(
+            module=content["module"],
+            generator=content["generator"],
+            batch_norm=None if choice is None else BatchNormChoice(**choice),
+            epochs=tuple(EpochResult(**epoch) for epoch in content["epochs"]),
+            tuning=content["tuning"],
+            tuned=content["tuned"],
+        )
+
+    def restore(self, prepared: Prepared) -> None:
+        """Load the state into ``prepared`` and the generator; the activation ranges must be fitted anew."""
+        prepared.module.load_state_dict(dict(self.module))
+        torch.set_rng_state(self.generator)
+
+
+@dataclass(frozen=True)
+class ResumeState:
+    """The file in which a run saves its finished stages.
+
+    Attributes:
+        path: the file.
+        key: what the stages belong to, in plain types (see `key_of`).
+        finished: stages of an interrupted run from which this one resumes, or None.
     """
 
     path: Path
     key: Mapping[str, Any]
-    found: dict[str, Any] | None = None
+    finished: FinishedStages | None = None
 
-    def load(self) -> bool:
-        """Find what an interrupted run left.
-
-        Returns:
-            Whether there is anything.
+    def load(self) -> ResumeState:
+        """Return the state with the stages that an interrupted run finished, if it left any.
 
         Raises:
-            UsageError: it is damaged, or belongs to a run with other options, another network or other data.
+            UsageError: the file is damaged, or belongs to a run with other options, another network or other
+                data.
         """
         if not self.path.exists():
-            return False
+            return self
         try:
             content = torch.load(self.path, map_location="cpu", weights_only=True)
-            theirs = dict(content["key"]) if content["format"] == FORMAT else {}
+            recorded = dict(content["key"]) if content["format"] == FORMAT else {}
         except _DAMAGED as error:
-            raise UsageError(f"{self.path} is damaged: leave out --resume to start again") from error
-        mine = dict(self.key)
-        if other := sorted(name for name in {*mine, *theirs} if mine.get(name) != theirs.get(name)):
-            shown = ", ".join(f"{name} {theirs.get(name)!r:.60}" for name in other)
+            raise UsageError(f"{self.path} is damaged: leave out `resume` to start again") from error
+        expected = dict(self.key)
+        names = {*expected, *recorded}
+        if different := sorted(name for name in names if expected.get(name) != recorded.get(name)):
+            shown = ", ".join(f"{name} {recorded.get(name)!r:.60}" for name in different)
             raise UsageError(
-                f"the interrupted run was started with {shown}: resume with the same, or leave out --resume"
+                f"the interrupted run was started with {shown}: resume with the same, or leave out `resume`"
             )
-        self.found = content
-        return True
+        return dataclasses.replace(self, finished=FinishedStages.from_dict(content))
 
-    def restore(self, prepared: Prepared) -> BatchNormChoice | None:
-        """Put what was found into ``prepared`` and the generator; the activation ranges are to be fitted.
-
-        Returns:
-            What became of the batch norm statistics.
-
-        Raises:
-            JobError: nothing was found.
-        """
-        if self.found is None:
-            raise JobError("there is nothing to resume")
-        prepared.module.load_state_dict(self.found["module"])
-        torch.set_rng_state(self.found["generator"])
-        choice = self.found["batch_norm"]
-        return None if choice is None else BatchNormChoice(**choice)
-
-    def keep(
+    def save(
         self,
         prepared: Prepared,
         batch_norm: BatchNormChoice | None,
-        epochs: list[EpochResult],
+        epochs: Sequence[EpochResult],
         tuning: Mapping[str, Any] | None = None,
         *,
         tuned: bool = False,
@@ -99,9 +121,9 @@ class Kept:
 
         Args:
             prepared: the graph.
-            batch_norm: what became of the batch norm statistics.
+            batch_norm: which batch norm statistics were chosen.
             epochs: results so far.
-            tuning: what the fine-tuning needs to go on.
+            tuning: state of the fine-tuning.
             tuned: the fine-tuning is finished.
         """
         content = {
@@ -116,21 +138,17 @@ class Kept:
         }
         write_as_it_is(self.path, content)
 
-    def epochs(self) -> list[EpochResult]:
-        """Return the results of the epochs that were found."""
-        return [EpochResult(**epoch) for epoch in (self.found or {}).get("epochs", [])]
-
-    def drop(self) -> None:
+    def remove(self) -> None:
         """Remove the file: the run is complete."""
         self.path.unlink(missing_ok=True)
 
 
 def key_of(config: Mapping[str, Any], sha256: str, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the state of a run belongs to.
+    """Return the key that ties the saved state to one run.
 
     Args:
         config: the configuration.
-        sha256: of the model file.
+        sha256: SHA-256 of the model file.
         data: what a checkpoint records of the data.
     """
     return {"ul2q": __version__, **config, "model": sha256, "data": repr(dict(data))}

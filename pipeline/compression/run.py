@@ -1,4 +1,4 @@
-"""What passes from stage to stage of a compression beside the graphs."""
+"""State of one compression run: the inputs that its stages share, and the network that they produce."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from ul2q.pipeline.compression.calibrate import BatchNormChoice
+from ul2q.exporters.onnx.export import ExportedModel
 from ul2q.pipeline.compression.finetune import EpochResult
-from ul2q.pipeline.compression.resume import Kept
+from ul2q.pipeline.compression.resume import ResumeState
 from ul2q.pipeline.compression.synthetic import SPEC
 from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.data import Dataset, DataSplits, batches
 from ul2q.pipeline.errors import UsageError, within
-from ul2q.pipeline.graph.input_types import adapt_inputs
+from ul2q.pipeline.graph.lower import Lowered
+from ul2q.pipeline.graph.prepare import Prepared
 from ul2q.pipeline.importers.checkpoint import Checkpoint
 from ul2q.pipeline.progress import Progress
 from ul2q.pipeline.tasks import Classification, Task
@@ -28,24 +29,22 @@ from ul2q.runtimes.memory import return_freed_memory
 _CALIBRATION_ELEMENTS = 2**18
 
 
-@dataclass
-class Work:
-    """A network, its data, and what the stages found out.
+@dataclass(frozen=True)
+class Run:
+    """Inputs of one compression run, shared by its stages.
 
     Attributes:
         model: the network, in float32.
-        data: its data.
-        config: what to do.
+        data: its samples.
+        config: configuration.
         progress: where to report.
         loss: fine-tuning loss; `default_loss` means the task's.
-        metric: score of (module, dataset); None means what the task is measured by.
-        task: what the network is for.
-        source: the file that the network came from.
-        seconds: time of each stage.
-        warnings: what the report should say.
-        epochs: results of the fine-tuning.
-        batch_norm: what became of the batch norm statistics.
-        kept: where finished stages are kept for a run that resumes, if anywhere.
+        metric: score of (module, dataset); None means the task's metric.
+        task: the task, known once the network is captured.
+        source: the checkpoint that the network came from, if any.
+        resume: where finished stages are saved, if anywhere.
+        notes: warnings from loading the model and its samples.
+        seconds: duration of each stage so far; `stage` adds to it.
     """
 
     model: nn.Module
@@ -56,15 +55,13 @@ class Work:
     metric: Callable[[nn.Module, Dataset], float] | None = None
     task: Task = field(default_factory=Classification)
     source: Checkpoint | None = None
+    resume: ResumeState | None = None
+    notes: tuple[str, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
-    epochs: list[EpochResult] = field(default_factory=list)
-    batch_norm: BatchNormChoice | None = None
-    kept: Kept | None = None
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time a stage and say that it runs.
+        """Report a stage and measure its duration.
 
         Yields:
             Nothing.
@@ -107,30 +104,26 @@ class Work:
                 return
 
     @property
-    def has_stand_ins(self) -> bool:
-        """Whether the samples were drawn for want of data."""
+    def is_synthetic(self) -> bool:
+        """Whether the samples are synthetic."""
         return self.data.spec == SPEC
 
     def example(self) -> list[Tensor]:
         """Return inputs of one or two samples."""
         return [x[:2] for x in next(self._calibration_inputs())]
 
-    def settle_inputs(self) -> None:
-        """Bring the samples into the form that the network takes."""
-        self.data = adapt_inputs(self.model, self.data)
-
     def score(self, module: nn.Module) -> float | None:
         """Return the validation score, or None without labelled validation data."""
-        found = self._measured(module, self.data.validation)
-        return None if found is None else found[self.metric_name]
+        metrics = self._measured(module, self.data.validation)
+        return None if metrics is None else metrics[self.metric_name]
 
     def test_metrics(self, module: nn.Module) -> dict[str, float] | None:
-        """Return what is measured on the test samples, `metric_name` first, or None without labelled ones."""
+        """Return the metrics on the test samples, `metric_name` first, or None without labelled ones."""
         return self._measured(module, self.data.test)
 
     @property
     def metric_name(self) -> str:
-        """What scores are called."""
+        """Name of the score."""
         return self.task.metric if self.metric is None else getattr(self.metric, "__name__", "metric")
 
     def _measured(self, module: nn.Module, dataset: Dataset | None) -> dict[str, float] | None:
@@ -139,3 +132,24 @@ class Work:
         if self.metric is not None:
             return {self.metric_name: self.metric(module, dataset)}
         return self.task.measure(module, dataset)
+
+
+@dataclass(frozen=True)
+class CompressedNetwork:
+    """Result of all stages of a run.
+
+    Attributes:
+        prepared: the fine-tuned graph with quantisers.
+        lowered: the integer network with what is known of its weights.
+        exported: the ONNX model.
+        exported_float: the float network in ONNX.
+        epochs: results of the fine-tuning.
+        warnings: what the report warns about.
+    """
+
+    prepared: Prepared
+    lowered: Lowered
+    exported: ExportedModel
+    exported_float: ExportedModel
+    epochs: tuple[EpochResult, ...] = ()
+    warnings: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Load the samples of a run: the user's data, those that the checkpoint records, or synthetic ones."""
+"""Load the samples of a run: the user's data, those that the checkpoint records, or synthetic inputs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def load_samples(
     input_shape: tuple[int, ...] | None,
     preprocess: Mapping[str, Any] | None,
 ) -> DataSplits:
-    """Read the data of a network.
+    """Load the data of a network.
 
     Args:
         checkpoint: the network.
@@ -37,13 +37,14 @@ def load_samples(
         The splits.
 
     Raises:
-        UsageError: neither ``data`` nor the checkpoint names any.
+        UsageError: neither ``data`` nor the checkpoint names a source.
     """
     spec = data or (checkpoint.data or {}).get("spec")
     if spec is None:
         raise UsageError(
             f"`data` is missing: {checkpoint.path.name} does not record what it was trained on; give "
-            f"{registry.choices()} with samples as the model takes them, or, without any data, `synthetic`"
+            f"{registry.choices()} with samples as the model takes them, or, without any data, "
+            "`synthetic=True`"
         )
     return load_data(
         spec,
@@ -62,7 +63,7 @@ def draw_samples(
     preprocess: Mapping[str, Any] | None,
     progress: Progress,
 ) -> DataSplits:
-    """Draw inputs for a network without data.
+    """Generate synthetic inputs for a network without data.
 
     Args:
         checkpoint: the network.
@@ -75,15 +76,15 @@ def draw_samples(
         The samples, without labels.
 
     Raises:
-        UsageError: the shape of an input is not known, there are several inputs, or no batch norm tells
-            anything about them.
+        UsageError: the shape of an input is unknown, there are several inputs, or no batch norm has
+            statistics.
     """
     names, shape = input_names(checkpoint.model), input_shape or checkpoint.input_shape
     if len(names) > 1:
-        raise UsageError(f"--synthetic draws one input, the network takes {', '.join(names)}: give --data")
+        raise UsageError(f"`synthetic` draws one input, the network takes {', '.join(names)}: give `data`")
     if shape is None:
         raise UsageError(
-            f"--synthetic needs --input-shape: {checkpoint.path.name} does not record what it takes"
+            f"`synthetic` needs `input_shape`: {checkpoint.path.name} does not record what it takes"
         )
     generator = torch.Generator().manual_seed(config.seed)
     captured = capture(checkpoint.model, [torch.randn((2, *shape), generator=generator)])
@@ -94,8 +95,8 @@ def draw_samples(
     )  # fmt: skip
 
 
-def _preprocess(checkpoint: Checkpoint, given: Mapping[str, Any] | None) -> Preprocess | None:
+def _preprocess(checkpoint: Checkpoint, overrides: Mapping[str, Any] | None) -> Preprocess | None:
     known = checkpoint.preprocess
-    if not given:
+    if not overrides:
         return known
-    return Preprocess.from_dict({**(known.to_dict() if known is not None else {}), **given})
+    return Preprocess.from_dict({**(known.to_dict() if known is not None else {}), **overrides})

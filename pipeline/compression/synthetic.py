@@ -1,11 +1,11 @@
-"""Inputs for a network whose user has no data: drawn so that its batch norms see the statistics they stored.
+"""Synthetic inputs for a network without data, which reproduce the statistics stored in its batch norms.
 
-Every batch norm keeps mean and variance of what it saw in training. Inputs are found by gradient descent such
-that, in every batch, what arrives at each batch norm has that mean and variance: the loss is the divergence
-between the two normal distributions, KL(N(μ, σ²) ‖ N(μ₀, σ₀²)), averaged over channels and layers, as in
+Every batch norm stores the mean and variance of its inputs in training. Gradient descent on the network's
+inputs makes the inputs of each batch norm match them in every batch: the loss is the divergence between the
+two normal distributions, KL(N(μ, σ²) ‖ N(μ₀, σ₀²)), averaged over channels and layers, as in
 Haroush et al., "The Knowledge Within: Methods for Data-Free Model Compression" (CVPR 2020); see also Cai et
-al., "ZeroQ" (CVPR 2020). A classifier is asked for all its classes alike, so that the inputs differ among
-themselves (Yin et al., "Dreaming to Distill", CVPR 2020).
+al., "ZeroQ" (CVPR 2020). A classifier is driven to all its classes equally, so that the inputs differ from
+each other (Yin et al., "Dreaming to Distill", CVPR 2020).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.graph.batch_norm import BATCH_NORMS
 from ul2q.pipeline.progress import Progress
 
-#: what DataSplits and reports call such data
+#: name of such data in DataSplits and reports
 SPEC = "synthetic"
 SYNTHETIC_WARNING = (
     "no data were given: the inputs were drawn to match the statistics of the batch norms, and the accuracy "
@@ -50,14 +50,14 @@ def synthetic_splits(
     preprocess: Preprocess | None = None,
     progress: Progress | None = None,
 ) -> DataSplits:
-    """Draw inputs that match the statistics of the batch norms of ``module``.
+    """Generate inputs that match the statistics of the batch norms of ``module``.
 
     Args:
         module: the float network.
         shape: shape of one input.
         count: number of samples; 0 means 1,024.
-        seed: seed of the noise they start from.
-        preprocess: of the network, which tells the range of its inputs; None leaves them unbounded.
+        seed: seed of the initial noise.
+        preprocess: preprocessing of the network, which determines the range of its inputs; None: unbounded.
         progress: where to report.
 
     Returns:
@@ -69,7 +69,7 @@ def synthetic_splits(
     norms = [m for m in module.modules() if isinstance(m, BATCH_NORMS) and m.running_var is not None]
     if not norms:
         raise UsageError(
-            "--synthetic needs batch norms that stored statistics, the network has none: give --data"
+            "`synthetic` needs batch norms that stored statistics, the network has none: give `data`"
         )
     bounds = _bounds(preprocess, shape)
     generator = torch.Generator().manual_seed(seed)

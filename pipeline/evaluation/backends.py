@@ -12,7 +12,7 @@ from ul2q.runtimes import onnxruntime as runtime
 
 
 class OnnxModule(nn.Module):
-    """An ONNX file as a module that gives its first output."""
+    """An ONNX file as a module that returns its first output."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

@@ -1,10 +1,9 @@
-"""What a compressed network would cost, counted from its graph before anything is done."""
+"""Estimate size, memory and arithmetic of a compressed network from its graph."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,31 +19,23 @@ from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.evaluation import cost_model
 from ul2q.pipeline.graph.capture import capture
 from ul2q.pipeline.graph.prepare import Prepared, prepare
-from ul2q.pipeline.importers.checkpoint import build_network
+from ul2q.pipeline.importers.architectures import build_network
 from ul2q.pipeline.importers.model_file import load_model
+from ul2q.pipeline.importers.source import ModelSource
 from ul2q.pipeline.report import text
 
 
 def estimate(
-    model: str,
-    wbits: int,
-    abits: int,
-    *,
-    input_shape: tuple[int, ...] | None = None,
-    arch: str | None = None,
-    arch_args: Mapping[str, Any] | None = None,
-    trust_pickle: bool = False,
+    model: ModelSource | str, wbits: int, abits: int, *, input_shape: tuple[int, ...] | None = None
 ) -> dict[str, Any]:
     """Count size, memory and arithmetic of a network at given widths.
 
     Args:
-        model: an architecture by name or as ``package.module:callable``, or a model file.
+        model: a model file, or in place of its path an architecture: its name, or
+            ``package.module:callable``.
         wbits: bits of a weight, 1 to 8, or 32.
         abits: bits of an activation, 1 to 8, or 32.
-        input_shape: shape of one input; for an architecture it also says what to build.
-        arch: the network of a file that does not record it.
-        arch_args: arguments of the network.
-        trust_pickle: allow files that can run code.
+        input_shape: shape of one input; an architecture is built for it.
 
     Returns:
         ``parameters``, ``activations``, ``storage_bytes``, ``runtime_bytes``, ``float_storage_bytes`` and
@@ -55,11 +46,11 @@ def estimate(
     Raises:
         UsageError: an unknown width, an unknown network, or no input shape.
     """
-    for name, bits in (("--wbits", wbits), ("--abits", abits)):
+    for name, bits in (("wbits", wbits), ("abits", abits)):
         if not (1 <= bits <= 8 or bits == 32):
-            raise UsageError(f"{name} is {bits}: give 1 to 8, or 32 for float")
-    network, shape = _network(model, input_shape, arch, arch_args, trust_pickle)
-    # The graph of 8-bit activations tells what would run on integers; the widths are counted apart.
+            raise UsageError(f"`{name}` is {bits}: give 1 to 8, or 32 for float")
+    network, shape = _network(ModelSource.of(model), input_shape)
+    # The graph with 8-bit activations shows what runs on integers; the widths enter the counts only.
     config = QuantConfig(wbits=min(wbits, 8), abits=8)
     prepared = prepare(capture(network, [torch.zeros(2, *shape)]), config)
     return _counts(prepared, wbits, abits)
@@ -76,30 +67,26 @@ def _counts(prepared: Prepared, wbits: int, abits: int) -> dict[str, Any]:
     }
 
 
-def _network(
-    model: str,
-    input_shape: tuple[int, ...] | None,
-    arch: str | None,
-    arch_args: Mapping[str, Any] | None,
-    trust_pickle: bool,
-) -> tuple[nn.Module, tuple[int, ...]]:
+def _network(source: ModelSource, input_shape: tuple[int, ...] | None) -> tuple[nn.Module, tuple[int, ...]]:
     """Return the network and the shape of one input.
 
     Raises:
         UsageError: the shape is not known.
     """
-    path = Path(model)
-    unshaped = UsageError(f"{model} does not say the shape of its input: give --input-shape C,H,W")
+    path, model = source.path, str(source.path)
+    unshaped = UsageError(f"{model} does not say the shape of its input: give `input_shape`, (C, H, W)")
     is_name = not path.exists() and (":" in model or not path.suffix)
-    if is_name and arch is not None:
-        raise UsageError(f"--arch {arch} names the network of a file, and {model} is none: leave it out")
+    if is_name and source.arch is not None:
+        raise UsageError(
+            f"`arch` {source.arch} names the network of a file, and {model} is none: leave it out"
+        )
     if is_name and ":" in model:
-        network = build_network(model, arch_args or {}).eval()
+        network = build_network(model, source.arch_args or {}).eval()
         if input_shape is None:
             raise unshaped
         return network, input_shape
     if is_name:
-        args = dict(arch_args or {})
+        args = dict(source.arch_args or {})
         if input_shape is not None:
             known = models.arguments_for(model, input_shape, models.get(model).num_classes)
             args = {**known, **args}
@@ -108,7 +95,7 @@ def _network(
         raise UsageError(
             f"{model} does not exist: give a model file, a network by name, or package.module:callable"
         )
-    checkpoint, _ = load_model(path, arch, arch_args, trust_pickle)
+    checkpoint, _ = load_model(source)
     shape = input_shape or checkpoint.input_shape
     if shape is None and checkpoint.arch in models.names():
         shape = models.input_shape(checkpoint.arch, checkpoint.arch_args)

@@ -1,4 +1,4 @@
-"""Use a finished model: accuracy on the test samples, and outputs for given inputs."""
+"""Run finished models: accuracy on the test samples, and outputs for the user's inputs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from ul2q.pipeline.errors import UsageError, quantity
 from ul2q.pipeline.formats.keras_file import keras_metadata
+from ul2q.pipeline.importers.source import ModelSource
 from ul2q.pipeline.progress import Progress
 from ul2q.pipeline.storage.atomic import write_bytes
 from ul2q.runtimes import onnxruntime as runtime
@@ -32,13 +33,10 @@ _BATCH = 256
 
 
 def recorded_preprocess(model: Path) -> dict[str, Any]:
-    """Read how ``model`` wants raw samples prepared.
-
-    Returns:
-        The content of ``ul2q.preprocess`` in the ONNX file, empty if it has none.
+    """Return the preprocessing that the ONNX file ``model`` records in ``ul2q.preprocess``, empty without it.
 
     Raises:
-        UsageError: the file is unusable, or what it records is.
+        UsageError: the file or its metadata are damaged.
     """
     text = runtime.metadata(model).get("ul2q.preprocess", "{}")
     try:
@@ -51,24 +49,18 @@ def recorded_preprocess(model: Path) -> dict[str, Any]:
 
 
 def evaluate_file(
-    model: Path,
+    model: ModelSource | Path,
     data: str | None = None,
     *,
     changes: Mapping[str, Any] | None = None,
-    arch: str | None = None,
-    arch_args: dict[str, Any] | None = None,
-    trust_pickle: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Measure a file on the test samples: its accuracy, or how well it finds salient objects.
+    """Measure the task's metrics of a file on the test samples.
 
     Args:
         model: an ONNX file, a .keras file or a checkpoint.
-        data: data source; None takes what a checkpoint records.
+        data: data source; None means the one that the checkpoint records.
         changes: fields of the recorded preprocessing to replace, "resize" and "crop".
-        arch: the network of a checkpoint that does not record it.
-        arch_args: its arguments.
-        trust_pickle: allow checkpoints that can run code.
         progress: where to show progress.
 
     Returns:
@@ -79,27 +71,28 @@ def evaluate_file(
     Raises:
         UsageError: model and data cannot be used, or do not fit each other.
     """
-    from ul2q.pipeline.importers.checkpoint import load_checkpoint
+    from ul2q.pipeline.importers.checkpoint import read_checkpoint
     from ul2q.pipeline.tasks import task_for
 
-    if model.suffix == ".onnx":
-        predict, fit, recorded = _onnx(model)
-    elif model.suffix == ".keras":
-        predict, fit, recorded = _keras(model)
+    source = ModelSource.of(model)
+    if source.path.suffix == ".onnx":
+        predict, fit, recorded = _onnx(source.path)
+    elif source.path.suffix == ".keras":
+        predict, fit, recorded = _keras(source.path)
     else:
-        predict, fit, recorded = _checkpoint(load_checkpoint(model, arch, arch_args, trust_pickle))
+        predict, fit, recorded = _checkpoint(read_checkpoint(source))
     spec = data or recorded
     if spec is None:
-        raise UsageError("--data is missing: the model does not record what it was trained on")
+        raise UsageError("`data` is missing: the model does not record what it was trained on")
     data_splits = _splits(spec, predict, {**fit, "changes": changes})
     test = data_splits.test
     if test is None or not data_splits.labelled:
         raise UsageError(f"{spec} holds no labelled test samples: accuracy needs labels")
     if progress is not None:
-        progress.line(f"evaluating {model} on {quantity(len(test), 'test sample')}")
-    found = task_for(data_splits, predict).measure(predict, test)
-    top1, top5 = (found.pop(name, None) for name in ("top1", "top5"))
-    return {"samples": len(test), "top1": top1, "top5": top5, "metrics": found}
+        progress.line(f"evaluating {source.path} on {quantity(len(test), 'test sample')}")
+    metrics = task_for(data_splits, predict).measure(predict, test)
+    top1, top5 = (metrics.pop(name, None) for name in ("top1", "top5"))
+    return {"samples": len(test), "top1": top1, "top5": top5, "metrics": metrics}
 
 
 def _splits(spec: str, predict: Module, fit: dict[str, Any]) -> DataSplits:
@@ -114,7 +107,7 @@ def _splits(spec: str, predict: Module, fit: dict[str, Any]) -> DataSplits:
 
     splits = load_data(spec, **fit, input_names=input_names(predict))
     if isinstance(predict, OnnxModule | KerasModule):
-        return splits  # which know the types of their inputs
+        return splits  # these modules convert the types of their inputs
     return adapt_inputs(predict, splits)
 
 
@@ -243,7 +236,7 @@ def _read_inputs(
             raise UsageError(f"{inputs} holds no images ({', '.join(sorted(SUFFIXES))})")
         if shape is None or len(shape) != 3:
             raise UsageError(f"{model} takes {shape}, which no image fits: give a .npy file")
-        for path in paths:  # what is no image has no range of values either
+        for path in paths:  # refuse files that are no images first
             image_header(path)
         column = ImageColumn(paths, preprocess.resolve(np.dtype(np.uint8), 0, 255, str(inputs)), shape)
     return column.fetch(np.arange(len(column))).numpy()

@@ -1,4 +1,4 @@
-"""What is inside a model file: its inputs, its layers, and how each of them is stored."""
+"""Describe a model file: inputs, outputs, metadata, and how each layer is stored."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.importers.source import ModelSource
 from ul2q.pipeline.report import text
 from ul2q.runtimes import onnxruntime as runtime
 
@@ -23,34 +24,23 @@ if TYPE_CHECKING:
 _WEIGHTED = {"Conv", "ConvTranspose", "Gemm", "MatMul", "QLinearConv", "QLinearMatMul", "QGemm"}
 
 
-def describe(
-    model: Path,
-    *,
-    arch: str | None = None,
-    arch_args: dict[str, Any] | None = None,
-    trust_pickle: bool = False,
-) -> dict[str, Any]:
-    """Read the layers of a model file.
-
-    Args:
-        model: an ONNX file or a checkpoint.
-        arch: the network of a checkpoint that does not record it.
-        arch_args: its arguments.
-        trust_pickle: allow checkpoints that can run code.
+def describe(model: ModelSource | Path) -> dict[str, Any]:
+    """Describe the layers of an ONNX file or a checkpoint.
 
     Returns:
-        ``file``, ``bytes``, ``kind``, ``inputs``, ``outputs``, ``about`` (what the file says of itself) and
+        ``file``, ``bytes``, ``kind``, ``inputs``, ``outputs``, ``about`` (metadata of the file) and
         ``layers``, each with ``name``, ``op``, ``bits``, ``granularity``, ``alpha``, ``beta``, ``storage``,
         ``parameters`` and ``bytes``; null where the file does not say.
 
     Raises:
         UsageError: the file is unusable.
     """
-    if model.suffix == ".onnx":
-        return _describe_onnx(model)
-    from ul2q.pipeline.importers.checkpoint import load_checkpoint
+    source = ModelSource.of(model)
+    if source.path.suffix == ".onnx":
+        return _describe_onnx(source.path)
+    from ul2q.pipeline.importers.checkpoint import read_checkpoint
 
-    return _describe_checkpoint(load_checkpoint(model, arch, arch_args, trust_pickle))
+    return _describe_checkpoint(read_checkpoint(source))
 
 
 def _layer(**known: Any) -> dict[str, Any]:
@@ -93,7 +83,7 @@ def _recorded_layer(entry: dict[str, Any], sizes: dict[str, int]) -> dict[str, A
 
 
 def _plain_layers(proto: onnx.ModelProto, sizes: dict[str, int]) -> list[dict[str, Any]]:
-    # The weighted operators of a file that says nothing about its layers.
+    # A file without the metadata ul2q.layers: list its weighted operators.
     tensors = {tensor.name: tensor for tensor in proto.graph.initializer}
     layers = []
     for node in proto.graph.node:

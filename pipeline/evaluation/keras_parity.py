@@ -17,8 +17,8 @@ from ul2q.runtimes.keras_import import require_keras
 _SAMPLES_AT_A_TIME = 125
 
 
-def write_mirror(onnx: Path, path: Path) -> Any:
-    """Write the Keras model of an ONNX file of ours.
+def write_keras(onnx: Path, path: Path) -> Any:
+    """Write the Keras model of an ONNX file written by ul2q.
 
     Returns:
         The model as it is read back from the file.
@@ -34,8 +34,17 @@ def write_mirror(onnx: Path, path: Path) -> Any:
     return load_keras(path)
 
 
-def mirror_parity(path: Path, model: Any, lowered: Lowered, batches: Iterable[Tensor]) -> Parity:
-    """Return how a Keras model agrees with the lowered torch network, code for code.
+def verify_keras(path: Path, model: Any, lowered: Lowered, batches: Iterable[Tensor]) -> Parity:
+    """Compare a Keras model with the lowered torch network, code for code.
+
+    Args:
+        path: the file of the model, for messages.
+        model: the Keras model.
+        lowered: the network.
+        batches: inputs [N, …].
+
+    Returns:
+        The agreement.
 
     Raises:
         JobError: it does not reproduce the network.
@@ -49,10 +58,10 @@ def mirror_parity(path: Path, model: Any, lowered: Lowered, batches: Iterable[Te
     samples = 0
     for x in (part for batch in batches for part in batch.split(_SAMPLES_AT_A_TIME)):
         samples += len(x)
-        ours, codes = run_with_codes(lowered, [x])
-        theirs, values = codes_of.run_with_codes(model, x.numpy(), batch=_SAMPLES_AT_A_TIME)
+        reference, codes = run_with_codes(lowered, [x])
+        actual, values = codes_of.run_with_codes(model, x.numpy(), batch=_SAMPLES_AT_A_TIME)
         comparison.add_codes(codes, {site: _shaped(values[site], codes[site].shape) for site in sites})
-        comparison.add_outputs(ours, theirs, lowered.output_scales)
+        comparison.add_outputs(reference, actual, lowered.output_scales)
     parity = comparison.parity(samples)
     allowed = 1 if lowered.float_operators else 0
     if parity.first_steps > allowed or (not sites and parity.relative > 1e-4):
@@ -66,7 +75,7 @@ def mirror_parity(path: Path, model: Any, lowered: Lowered, batches: Iterable[Te
 def _shaped(values: NDArray[Any], shape: Sequence[int]) -> NDArray[Any]:
     """Return values [N, …] in ``shape``, if the two differ in axes of length 1 only; else as they are.
 
-    A file takes means with the axes kept and drops them behind, the network does both in one module.
+    A file computes means with the axes kept and drops them afterwards; the network does both in one module.
     """
-    alike = [size for size in values.shape[1:] if size != 1] == [size for size in shape[1:] if size != 1]
-    return values.reshape(shape) if alike and values.shape[0] == shape[0] else values
+    equal = [size for size in values.shape[1:] if size != 1] == [size for size in shape[1:] if size != 1]
+    return values.reshape(shape) if equal and values.shape[0] == shape[0] else values

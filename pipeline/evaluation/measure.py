@@ -49,7 +49,7 @@ def layers_report(prepared: Prepared, lowered: Lowered, exported: ExportedModel)
 
 
 def planned_layers(prepared: Prepared) -> list[dict[str, Any]]:
-    """Return the rows of ``layers`` before anything was measured."""
+    """Return the rows of ``layers`` before any measurement."""
     return [_planned(plan, prepared) for plan in prepared.layers]
 
 
@@ -72,15 +72,15 @@ def _planned(plan: LayerPlan, prepared: Prepared) -> dict[str, Any]:
 
 
 def _weights(prepared: Prepared, weight: LoweredWeight) -> dict[str, Any]:
-    """Return loss and histogram of a layer's float weights, as they were when they were quantised."""
+    """Return loss and histogram of a layer's float weights at the time of quantisation."""
     w = master_weight(prepared.module.get_submodule(weight.layer)).numpy()
     grid = weight.grid
-    # A channel that became a constant is no longer what its weights were quantised to.
-    kept = np.setdiff1d(np.arange(len(w)), weight.constant_channels)
+    # Constant channels are excluded: their codes no longer represent their weights.
+    varying = np.setdiff1d(np.arange(len(w)), weight.constant_channels)
     per_channel = grid.per_channel and prepared.config.granularity == "channel"
-    if not kept.size:
+    if not varying.size:
         return {"loss": None, "histogram": None}
-    rows = kept if weight.constant_channels else slice(None)
+    rows = varying if weight.constant_channels else slice(None)
     return {
         "loss": report_weights.loss(w[rows], dequantize(weight.codes, grid)[rows], per_channel=per_channel),
         "histogram": report_weights.histogram(w, grid.alpha, grid.beta),
@@ -123,7 +123,7 @@ def constant_channels(weights: dict[str, LoweredWeight]) -> list[str]:
 
 
 def counted(prepared: Prepared) -> dict[str, Any]:
-    """Return the fields ``memory`` and ``operations`` as far as counting goes."""
+    """Return the counted part of the fields ``memory`` and ``operations``."""
     wbits, abits = prepared.config.wbits, prepared.config.abits
     parameters, activations = cost_model.paper_totals(prepared.layers)
     paper = asdict(cost_model.paper_count(parameters, activations, wbits, abits))
@@ -141,7 +141,7 @@ def counted(prepared: Prepared) -> dict[str, Any]:
 
 
 def memory(files: Files) -> dict[str, Any]:
-    """Return the measured peak resident memory of a process that loads and runs each file."""
+    """Return the peak resident memory of a process that loads and runs each file."""
     return {
         "measured_peak_rss_bytes": {
             "float": runtime.peak_rss(files.float),
@@ -151,7 +151,7 @@ def memory(files: Files) -> dict[str, Any]:
 
 
 def latency(files: Files, threads: int = 1) -> dict[str, Any]:
-    """Return the time of both files, measured in turns in one process of their own."""
+    """Return the latency of both files, measured alternately in a separate process."""
     result = runtime.bench_apart(files.quantized, files.float, threads=threads, runs=_BENCH_RUNS)
     return {
         "float": result["against_median_ms"],

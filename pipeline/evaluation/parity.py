@@ -1,4 +1,4 @@
-"""Compare a written file with the lowered torch network on real inputs, code for code."""
+"""Compare a written file with the lowered torch network, code for code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ul2q.pipeline.graph.lower import Lowered
 from ul2q.runtimes import onnxruntime as runtime
 from ul2q.runtimes.memory import large_blocks_returned, return_freed_memory
 
-# Bytes of intermediate codes that are held at a time.
+# Bytes of intermediate codes in memory at a time.
 _BYTES_AT_A_TIME = 2**24
 # Largest relative difference of the outputs with float activations.
 _FLOAT_TOLERANCE = 1e-4
@@ -26,7 +26,7 @@ _FLOAT_TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Parity:
-    """How a file agrees with the lowered torch network.
+    """Agreement of a file with the lowered torch network.
 
     Attributes:
         samples: inputs compared.
@@ -86,19 +86,19 @@ def verify(
     with large_blocks_returned():
         for chunk in _chunks(lowered, batches):
             samples += len(chunk[0])
-            ours, codes = run_with_codes(lowered, chunk)
+            reference, codes = run_with_codes(lowered, chunk)
             feeds = {name: x.numpy() for name, x in zip(names, chunk, strict=True)}
             values = dict(zip(fetched, live.run(fetched, feeds), strict=True))
             comparison.add_codes(codes, values)
-            comparison.add_outputs(ours, [values[name] for name in outputs], lowered.output_scales)
+            comparison.add_outputs(reference, [values[name] for name in outputs], lowered.output_scales)
             first_output.append(values[outputs[0]])
     parity = comparison.parity(samples)
-    _judge(path, parity, lowered)
+    _check_parity(path, parity, lowered)
     return parity, np.concatenate(first_output)
 
 
 def _session_with(path: Path, tensors: Sequence[str]) -> tuple[Any, list[str]]:
-    """Return a session that also gives ``tensors`` from inside the file, and the names of its own outputs.
+    """Return a session with ``tensors`` inside the file as further outputs, and the names of its own outputs.
 
     Raises:
         JobError: the runtime does not load the file.
@@ -107,7 +107,7 @@ def _session_with(path: Path, tensors: Sequence[str]) -> tuple[Any, list[str]]:
     outputs = [output.name for output in runtime.load_model(path, external_data=False).graph.output]
     try:
         return runtime.session(model, folder=folder, low_memory=True), outputs
-    except UsageError as error:  # of anyone else's file it would be the user's business
+    except UsageError as error:  # the file was written by this run: not the user's fault
         raise JobError(f"{path.name} does not load in this ONNX Runtime: {error}") from error
 
 
@@ -121,10 +121,10 @@ def run_with_codes(lowered: Lowered, inputs: Sequence[Tensor]) -> tuple[list[Ten
     handles = []
     for name in lowered.code_formats:
 
-        def keep(_module: Any, _args: Any, output: Tensor, name: str = name) -> None:
+        def collect(_module: Any, _args: Any, output: Tensor, name: str = name) -> None:
             codes[name] = output
 
-        handles.append(lowered.module.get_submodule(name).register_forward_hook(keep))
+        handles.append(lowered.module.get_submodule(name).register_forward_hook(collect))
     try:
         with torch.no_grad():
             leaves = pytree.tree_leaves(lowered.module(*inputs))
@@ -135,7 +135,7 @@ def run_with_codes(lowered: Lowered, inputs: Sequence[Tensor]) -> tuple[list[Ten
 
 
 def _chunks(lowered: Lowered, batches: Iterable[Sequence[Tensor]]) -> Iterator[list[Tensor]]:
-    """Yield the inputs again, so many samples at a time that their codes take little memory."""
+    """Yield the inputs in chunks whose codes take little memory."""
     step = None
     for inputs in batches:
         if step is None:
@@ -147,7 +147,7 @@ def _chunks(lowered: Lowered, batches: Iterable[Sequence[Tensor]]) -> Iterator[l
 
 
 class Comparison:
-    """Collects how codes and outputs differ, batch by batch."""
+    """Differences of codes and outputs, accumulated batch by batch."""
 
     def __init__(self, code_tensors: Mapping[str, str]) -> None:
         self.code_tensors = code_tensors
@@ -159,28 +159,37 @@ class Comparison:
         self.same: list[NDArray[np.bool_]] = []
 
     def add_codes(self, codes: Mapping[str, Tensor], values: Mapping[str, NDArray[Any]]) -> None:
-        """Take in the codes of every site, ours and those of a runtime.
+        """Compare torch codes with runtime codes at every activation site.
+
+        Args:
+            codes: codes of the lowered network by site.
+            values: values of the runtime by tensor name.
 
         Raises:
-            JobError: those of a site differ in shape.
+            JobError: the codes of a site differ in shape.
         """
         for site, tensor in self.code_tensors.items():
-            ours, theirs = codes[site].numpy(), values[tensor]
-            _same_shape(f"the codes at {site}", ours, theirs)
-            difference = np.abs(ours.astype(np.int16) - theirs.astype(np.int16))
+            reference, actual = codes[site].numpy(), values[tensor]
+            _check_shapes(f"the codes at {site}", reference, actual)
+            difference = np.abs(reference.astype(np.int16) - actual.astype(np.int16))
             self.differing[site] += int(np.count_nonzero(difference))
             self.steps[site] = max(self.steps[site], int(difference.max(initial=0)))
 
     def add_outputs(
-        self, ours: Sequence[Tensor], theirs: Sequence[NDArray[Any]], scales: Sequence[float | None]
+        self, reference: Sequence[Tensor], actual: Sequence[NDArray[Any]], scales: Sequence[float | None]
     ) -> None:
-        """Take in the outputs, ours and those of a runtime, with the step of each.
+        """Compare the outputs of the lowered network with those of a runtime.
+
+        Args:
+            reference: outputs of the lowered network.
+            actual: outputs of the runtime.
+            scales: step of each output, None for float outputs.
 
         Raises:
-            JobError: those of one output differ in shape.
+            JobError: an output differs in shape.
         """
-        for i, (a, b, scale) in enumerate(zip(ours, theirs, scales, strict=True)):
-            _same_shape(f"output {i}", a.numpy(), b)
+        for i, (a, b, scale) in enumerate(zip(reference, actual, scales, strict=True)):
+            _check_shapes(f"output {i}", a.numpy(), b)
             difference = _largest_difference(a.numpy(), b)
             self.max_abs = max(self.max_abs, difference)
             self.largest = max(self.largest, float(np.nan_to_num(np.abs(a.numpy())).max(initial=0)))
@@ -188,8 +197,8 @@ class Comparison:
                 self.max_steps = None
             else:
                 self.max_steps = max(self.max_steps, difference / scale)
-        if ours[0].ndim == 2:
-            self.same.append(ours[0].argmax(1).numpy() == theirs[0].argmax(1))
+        if reference[0].ndim == 2:
+            self.same.append(reference[0].argmax(1).numpy() == actual[0].argmax(1))
 
     def parity(self, samples: int) -> Parity:
         """Return the agreement over ``samples`` inputs."""
@@ -208,12 +217,12 @@ class Comparison:
         )
 
 
-def _same_shape(what: str, ours: NDArray[Any], theirs: NDArray[Any]) -> None:
-    # Arrays of other shapes would be broadcast: every element compared with every other.
-    if ours.shape != theirs.shape:
+def _check_shapes(what: str, reference: NDArray[Any], actual: NDArray[Any]) -> None:
+    # Arrays of different shapes would be broadcast.
+    if reference.shape != actual.shape:
         raise JobError(
             f"the written file does not reproduce the network: the shape of {what} "
-            f"is {theirs.shape} in the file and {ours.shape} in the network"
+            f"is {actual.shape} in the file and {reference.shape} in the network"
         )
 
 
@@ -225,8 +234,8 @@ def _largest_difference(a: NDArray[Any], b: NDArray[Any]) -> float:
     return float(np.nan_to_num(difference, nan=np.inf).max(initial=0))
 
 
-def _judge(path: Path, parity: Parity, lowered: Lowered) -> None:
-    # Float operators may round differently, but only by one step where the two first part.
+def _check_parity(path: Path, parity: Parity, lowered: Lowered) -> None:
+    # Float operators may round differently, but by one step at most at the first differing site.
     allowed = 1 if lowered.float_operators else 0
     if parity.first_steps > allowed:
         raise JobError(

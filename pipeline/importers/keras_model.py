@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 from ul2q.pipeline.data import Preprocess
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.formats.keras_file import keras_metadata
-from ul2q.pipeline.importers.checkpoint import Checkpoint
+from ul2q.pipeline.importers.checkpoint import Checkpoint, CheckpointRecord
 from ul2q.runtimes.keras_import import require_keras
 
 
 def load_keras_checkpoint(path: Path) -> tuple[Checkpoint, list[str]]:
-    """Read a float Keras model as a torch network.
+    """Load a float Keras model as a torch network.
 
     Returns:
         The checkpoint, and notes for the report.
@@ -32,12 +31,9 @@ def load_keras_checkpoint(path: Path) -> tuple[Checkpoint, list[str]]:
             "ul2q.exporters.keras.to_onnx.to_onnx(model, path)"
         )
     preprocess = keras_metadata(path).get("preprocess")
-    checkpoint = Checkpoint(
-        model=translated.network,
-        path=path,
-        sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+    record = CheckpointRecord(
         preprocess=Preprocess.from_dict(preprocess) if isinstance(preprocess, dict) else None,
         input_shape=translated.input_shapes[0],
     )
     notes = ["the final softmax was left out: the file gives logits"] if translated.softmax_removed else []
-    return checkpoint, notes
+    return Checkpoint.of(translated.network, path, record), notes

@@ -1,4 +1,4 @@
-"""From what a file holds to the weights of a module: find them, match their names, fit all or none."""
+"""Load a state dict strictly: locate it in a file's content, match its names, load all of it or nothing."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ul2q.pipeline.errors import UsageError
 
 #: keys under which training scripts nest the weights, best first
 NESTINGS = ("state_dict", "model_state_dict", "model", "net", "module", "ema", "model_ema", "ema_state_dict")
-#: names that an error lists: of a network of hundreds, the first tell which one it is
+#: names listed in an error; the first ones identify the network
 _LISTED = 20
 
-# Networks in one file that are looked at.
+# Networks in one file that are considered.
 _PREFIXES = 8
 
 State = dict[str, torch.Tensor]
@@ -26,8 +26,8 @@ def find_state(content: Any) -> State | nn.Module | None:
     """Return the weights in ``content``, or its module, however they are nested; None without either.
 
     Args:
-        content: what ``torch.load`` gave: a module, a state dict, or a dict that holds one of them, under a
-            known key or as the only one.
+        content: result of ``torch.load``: a module, a state dict, or a dict that contains one of them, under
+            a known key or as the only one.
     """
     if isinstance(content, nn.Module):
         return content
@@ -36,18 +36,18 @@ def find_state(content: Any) -> State | nn.Module | None:
     for key in NESTINGS:
         if (
             isinstance(content.get(key), Mapping | nn.Module)
-            and (found := find_state(content[key])) is not None
+            and (nested := find_state(content[key])) is not None
         ):
-            return found
+            return nested
     pairs = ((k, v) for k, v in content.items() if isinstance(k, str) and isinstance(v, torch.Tensor))
-    if found := {k: v.detach() for k, v in pairs}:
-        return found
+    if state := {k: v.detach() for k, v in pairs}:
+        return state
     others = nested_states(content)
     return find_state(content[others[0]]) if len(others) == 1 else None
 
 
 def nested_states(content: Any) -> list[str]:
-    """Return the keys of ``content`` under which there are weights by name and nothing else."""
+    """Return the keys of ``content`` whose values are plain state dicts."""
     if not isinstance(content, Mapping):
         return []
     return [
@@ -89,12 +89,14 @@ def match_names(state: State, expected: Iterable[str]) -> State:
     ):
         plain = {name: new.split(".", 1)[1] for name, new in plain.items()}
         candidates.append(plain)
-    # A loss or a second network beside it keeps its names: where the first and the longest name are, it is.
+    # Beside a loss or a second network the prefix is where the first and the longest name are.
     whole, order = candidates[0], list(expected)
     ends = tuple(f".{name}" for name in (*order[:1], max(order, key=len, default="")))
-    found = {new[: -len(end)] + "." for new in whole.values() for end in ends if new.endswith(end)}
-    candidates.extend({n: new.removeprefix(p) for n, new in whole.items()} for p in sorted(found)[:_PREFIXES])
-    # Two tensors must not end up under one name.
+    prefixes = {new[: -len(end)] + "." for new in whole.values() for end in ends if new.endswith(end)}
+    candidates.extend(
+        {n: new.removeprefix(p) for n, new in whole.items()} for p in sorted(prefixes)[:_PREFIXES]
+    )
+    # Two tensors must not get the same name.
     distinct = [c for c in candidates if len(set(c.values())) == len(names)] or [{n: n for n in names}]
     plain = max(distinct, key=lambda candidate: len(expected.keys() & set(candidate.values())))
     return {plain[name]: state[name] for name in names}
@@ -170,7 +172,7 @@ def _differences(expected: Mapping[str, Any], state: State) -> list[str]:
 
 
 def _nearest(name: str, tensor: torch.Tensor, candidates: list[str], state: State) -> str:
-    """Return a hint at the candidate most like ``name``, one of the same shape if there is any."""
+    """Return a hint: the candidate closest to ``name``, of the same shape if possible."""
     same = [c for c in candidates if state[c].shape == tensor.shape]
     near = difflib.get_close_matches(name, same or candidates[:50], n=1, cutoff=0.4)
     return f" (nearest: {near[0]})" if near else ""
@@ -182,12 +184,12 @@ def check_finite(state: Mapping[str, torch.Tensor], where: str) -> None:
     Raises:
         UsageError: some are; the message names each tensor and how many.
     """
-    found = []
+    listed = []
     for name, tensor in state.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             nan, inf = int(torch.isnan(tensor).sum()), int(torch.isinf(tensor).sum())
-            found.append(f"{name} ({nan} NaN, {inf} infinite of {tensor.numel()})")
-    if found:
+            listed.append(f"{name} ({nan} NaN, {inf} infinite of {tensor.numel()})")
+    if listed:
         raise UsageError(
-            f"{where} holds weights that are not finite: {_listed(found)}: use an earlier checkpoint"
+            f"{where} holds weights that are not finite: {_listed(listed)}: use an earlier checkpoint"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,14 @@ def html(report: Report) -> str:
         operators=text.operators(report),
         config=[(key, text.shown(value)) for key, value in report["config"].items()],
         seconds=[(stage, f"{seconds:.1f}") for stage, seconds in report["seconds"].items()],
+    )
+
+
+def notebook_html(report: Report) -> str:
+    """Return the page of ``report`` in a frame of its own, so that its styles stay off the notebook's."""
+    document = escape(html(report), quote=True)
+    return (
+        f'<iframe srcdoc="{document}" style="width: 100%; height: 40em; border: 0" title="Report"></iframe>'
     )
 
 

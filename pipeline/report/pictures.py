@@ -95,8 +95,7 @@ def accuracy(report: Report) -> Chart:
     measured: dict[str, Value] = {
         "float": values["float"],
         "quantized": values["quantized"],
-        "onnxruntime": values["onnxruntime"],
-        "keras": values["keras"],
+        **text.runtimes(values),
     }
     # This interval is for proportions of correct samples, not for mean scores over images.
     samples = values["samples"] if values["metric"] == "top1" else None
@@ -106,7 +105,7 @@ def accuracy(report: Report) -> Chart:
         return Chart()
     low, high = math.floor(100 * min(known)) / 100, math.ceil(100 * max(known)) / 100
     axis = Axis(low if low < high else low - 0.01, high)
-    rows = [_accuracy_row(key, measured[key], intervals[key], axis) for key in FRAMEWORKS]
+    rows = [_accuracy_row(key, measured[key], intervals[key], axis) for key in measured]
     return Chart(rows, f"{100 * axis.low:.0f} %", f"{100 * axis.high:.0f} %")
 
 
@@ -118,7 +117,7 @@ def _interval(value: Value, samples: int | None) -> tuple[float, float] | None:
 
 
 def _accuracy_row(key: str, value: Value, ends: tuple[float, float] | None, axis: Axis) -> Row:
-    name, reason = FRAMEWORKS[key]
+    name, reason = FRAMEWORKS.get(key, (key, "no labelled test samples"))
     if value is None or ends is None:
         return Row(name, f"{text.NONE} not measured: {reason}")
     kind = "before" if key == "float" else "after"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import numbers
+import re
 from collections.abc import Mapping
 from types import NoneType, UnionType
 from typing import Any, TypedDict, TypeGuard, cast, get_args, get_origin, get_type_hints, is_typeddict
@@ -74,7 +75,10 @@ class Activation(TypedDict):
 
 
 class Size(TypedDict):
-    """The files: the layers' ``bytes_quantized`` and ``overhead_bytes`` add up to ``onnx_bytes``."""
+    """The files: the layers' ``bytes_quantized`` and ``overhead_bytes`` add up to ``onnx_bytes``.
+
+    A further output format adds ``<name>_bytes``.
+    """
 
     float_onnx_bytes: int | None
     onnx_bytes: int | None
@@ -127,7 +131,7 @@ class Memory(TypedDict):
 
 
 class Accuracy(TypedDict):
-    """Accuracy on the test samples."""
+    """Accuracy on the test samples. A further output format adds its runtime."""
 
     metric: str | None
     samples: int | None
@@ -147,7 +151,7 @@ class Parity(TypedDict):
 
 
 class Parities(TypedDict):
-    """Parity of every runtime; null for one that was not asked for."""
+    """Parity of every runtime; null for one without a file. A further output format adds its runtime."""
 
     onnxruntime: Parity | None
     keras: Parity | None
@@ -182,6 +186,14 @@ class Report(TypedDict):
     parity: Parities
     latency_ms: Latency
     warnings: list[str]
+
+
+#: sections that every output format adds a field to: the pattern of its name, and its type
+_OPEN: dict[Any, tuple[str, Any]] = {
+    Size: (r"\w+_bytes", int | None),
+    Accuracy: (r"\w+", float | None),
+    Parities: (r"\w+", Parity | None),
+}
 
 
 def complete(values: Mapping[str, Any]) -> Report:
@@ -229,32 +241,32 @@ def _derive_size(size: Size, layers: list[Layer]) -> None:
 
 
 def _warnings(report: Report) -> list[str]:
-    found = []
+    warnings = []
     size, latency, accuracy = report["size"], report["latency_ms"], report["accuracy"]
     if size["ratio"] is not None and size["ratio"] < 1:
-        found.append(
+        warnings.append(
             f"the quantised file is larger than the float one ({size['onnx_bytes']:,} against "
             f"{size['float_onnx_bytes']:,} bytes): the network is too small for what the format adds"
         )
-    # What reads the same is as fast.
+    # Equal to the last digit shown is equally fast.
     shown = [f"{latency[key] or 0:.3f}" for key in ("quantized", "float")]
     if latency["ratio"] is not None and latency["ratio"] > 1 and shown[0] != shown[1]:
         why = "its layers are too small, of a kind without fast integer kernels, or between layers in float"
         if report["config"].get("abits") == 32:
-            why = "with float activations there are no integer kernels, --abits 8 has them"
-        found.append(
+            why = "with float activations there are no integer kernels, `abits=8` has them"
+        warnings.append(
             f"the quantised model is slower than the float one ({shown[0]} against {shown[1]} ms): {why}"
         )
     before = accuracy["float"]
     after = next((accuracy[key] for key in ("onnxruntime", "quantized") if accuracy[key] is not None), None)
     if before is not None and after is not None and before - after > 0.01:
         channels = report["config"].get("granularity") == "channel"
-        also = "" if channels else ", --granularity channel"
-        found.append(
-            f"accuracy falls by {100 * (before - after):.1f} points: more --epochs{also} or wider --wbits "
+        also = "" if channels else ", `granularity='channel'`"
+        warnings.append(
+            f"accuracy falls by {100 * (before - after):.1f} points: more `epochs`{also} or larger `wbits` "
             "may help"
         )
-    return found
+    return warnings
 
 
 def _is_real(value: object) -> TypeGuard[float]:
@@ -288,16 +300,18 @@ def _checked(value: object, kind: Any, where: str) -> Any:
 
 def _checked_fields(value: object, kind: Any, where: str) -> dict[str, Any]:
     hints = get_type_hints(kind)
-    given = {} if value is None else value
-    if not isinstance(given, Mapping):
+    entries = {} if value is None else value
+    if not isinstance(entries, Mapping):
         raise UsageError(f"{where} is {value!r}: expected an object with {list(hints)}")
-    if unknown := sorted(set(given) - set(hints)):
+    pattern, added = _OPEN.get(kind, ("", None))
+    hints |= {key: added for key in entries if key not in hints and pattern and re.fullmatch(pattern, key)}
+    if unknown := sorted(set(entries) - set(hints)):
         raise UsageError(f"{where} has unknown fields {unknown}: known are {list(hints)}")
     empty: dict[Any, Any] = {list: [], dict: {}}
     fields = {}
     for name, hint in hints.items():
         default = empty.get(get_origin(hint))
-        fields[name] = _checked(given.get(name, default), hint, f"{where}.{name}")
+        fields[name] = _checked(entries.get(name, default), hint, f"{where}.{name}")
     return fields
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from typing import cast
 
 from ul2q.pipeline.errors import quantity
-from ul2q.pipeline.report.schema import Layer, Report
+from ul2q.pipeline.report.schema import Accuracy, Layer, Parity, Report
 
 NONE = "–"
+#: titles of runtimes; others are shown by their own names
+RUNTIMES = {"onnxruntime": "ONNX Runtime", "keras": "Keras"}
 LAYER_HEADER = ("layer", "operator", "weights", "bits", "α", "β", "SQNR dB", "bytes", "remark")
 
 
@@ -41,6 +44,25 @@ def title(report: Report) -> str:
     wbits, abits = config.get("wbits"), config.get("abits")
     activations = "float activations" if abits == 32 else f"{abits}-bit activations"
     return f"{wbits}-bit weights, {activations}" if wbits else "compression report"
+
+
+def one_line(report: Report) -> str:
+    """Describe a report in one line, as far as it is known.
+
+    Returns:
+        For example ``lenet5, 2-bit weights, 8-bit activations, 13.9× smaller, top1 98.40 % (float 98.60 %)``.
+    """
+    parts = [report["model"]["arch"] or "model", title(report)]
+    layers, ratio, accuracy = report["layers"], report["size"]["ratio"], report["accuracy"]
+    parts.append(
+        f"{sum(layer['quantized'] for layer in layers)} of {quantity(len(layers), 'layer')} quantised"
+    )
+    if ratio is not None:
+        parts.append(f"{ratio:.1f}× smaller")
+    if (after := accuracy_after(report)) is not None:
+        name = accuracy["metric"] or "accuracy"
+        parts.append(f"{name} {percent(after)} (float {percent(accuracy['float'])})")
+    return ", ".join(parts)
 
 
 def size(count: int | None) -> str:
@@ -215,11 +237,16 @@ def _accuracy_rows(report: Report) -> list[Row]:
             accuracy["metric"] or "accuracy", percent(accuracy["float"]), percent(accuracy["quantized"]), note
         )
     ]
-    if accuracy["onnxruntime"] is not None:
-        rows.append(Row("  ONNX Runtime", NONE, percent(accuracy["onnxruntime"])))
-    if accuracy["keras"] is not None:
-        rows.append(Row("  Keras", NONE, percent(accuracy["keras"])))
+    for runtime, value in runtimes(accuracy).items():
+        if value is not None:
+            rows.append(Row(f"  {RUNTIMES.get(runtime, runtime)}", NONE, percent(value)))
     return rows
+
+
+def runtimes(accuracy: Accuracy) -> dict[str, float | None]:
+    """Return the accuracy by runtime; each output format adds one."""
+    others = {"metric", "samples", "float", "quantized"}
+    return {name: cast("float | None", value) for name, value in accuracy.items() if name not in others}
 
 
 def _file_row(report: Report) -> Row:
@@ -253,10 +280,8 @@ def parities(report: Report) -> list[Row]:
         A row for each compared runtime, with the deviation as its note.
     """
     rows = []
-    for name, parity in (
-        ("ONNX Runtime", report["parity"]["onnxruntime"]),
-        ("Keras", report["parity"]["keras"]),
-    ):
+    for runtime, value in report["parity"].items():
+        parity = cast("Parity | None", value)
         if parity is None:
             continue
         notes = []
@@ -270,7 +295,7 @@ def parities(report: Report) -> list[Row]:
             notes.append(f"{share} same class")
         if parity["first_layer"] is not None:
             notes.append(f"first differing layer {parity['first_layer']}")
-        rows.append(Row(name, note=", ".join(notes)))
+        rows.append(Row(RUNTIMES.get(runtime, runtime), note=", ".join(notes)))
     return rows
 
 

@@ -58,7 +58,7 @@ def check_output(path: Path, *, overwrite: bool) -> None:
         JobError: the disk is full.
     """
     if path.exists() and not overwrite:
-        raise UsageError(f"{path} exists: give `overwrite` or another output")
+        raise UsageError(f"{path} exists: give `overwrite=True` or another output")
     check_folder(path)
 
 

@@ -24,7 +24,13 @@ from ul2q import models
 from ul2q.pipeline.config import TrainConfig
 from ul2q.pipeline.data import Dataset, DataSplits, batches, load_data
 from ul2q.pipeline.errors import JobError, UsageError, quantity
-from ul2q.pipeline.importers.checkpoint import Checkpoint, load_checkpoint, load_encoder, save_checkpoint
+from ul2q.pipeline.importers.checkpoint import (
+    Checkpoint,
+    CheckpointRecord,
+    load_checkpoint,
+    load_encoder,
+    save_checkpoint,
+)
 from ul2q.pipeline.kfac import KFAC, collect_factors, convert_sync_batch_norm
 from ul2q.pipeline.progress import Progress
 from ul2q.pipeline.storage.atomic import check_output
@@ -272,23 +278,20 @@ class _Run:
             rng = {"seed": self.config.seed}  # the generators are seeded anew in every epoch
         else:
             kfac = self._factors()
-        self.ranks.lead(
-            lambda: save_checkpoint(
-                path,
-                self.model,
-                arch=self.config.arch,
-                arch_args=self.arch_args,
-                data=self.data.record(),
-                preprocess=self.data.preprocess,
-                input_shape=self.data.shape,
-                classes=self.data.classes,
-                metrics=self.metrics,
-                kfac=kfac,
-                optimizer=optimizer,
-                epoch=self.epoch,
-                rng=rng,
-            )
+        record = CheckpointRecord(
+            arch=self.config.arch,
+            arch_args=self.arch_args,
+            data=self.data.record(),
+            preprocess=self.data.preprocess,
+            input_shape=self.data.shape,
+            classes=self.data.classes,
+            metrics=self.metrics,
+            kfac=kfac,
+            optimizer=optimizer,
+            epoch=self.epoch,
+            rng=rng,
         )
+        self.ranks.lead(lambda: save_checkpoint(path, self.model, record))
 
     def _optimizer_state(self) -> dict[str, Any] | None:
         if isinstance(self.optimizer, KFAC):

@@ -8,21 +8,36 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+from ul2q.pipeline.version import __version__
 
 if TYPE_CHECKING:
-    from ul2q.pipeline.compression.compress import CompressedModel, compress
+    from ul2q.pipeline.compression.compress import compress
+    from ul2q.pipeline.compression.result import CompressedModel
     from ul2q.pipeline.config import QuantConfig
+    from ul2q.pipeline.errors import JobError, UsageError
     from ul2q.pipeline.importers.checkpoint import load_checkpoint
+    from ul2q.pipeline.report.schema import Report
 
 _LAZY = {
-    "CompressedModel": "ul2q.pipeline.compression.compress",
+    "CompressedModel": "ul2q.pipeline.compression.result",
+    "JobError": "ul2q.pipeline.errors",
     "QuantConfig": "ul2q.pipeline.config",
+    "Report": "ul2q.pipeline.report.schema",
+    "UsageError": "ul2q.pipeline.errors",
     "compress": "ul2q.pipeline.compression.compress",
     "load_checkpoint": "ul2q.pipeline.importers.checkpoint",
 }
 
-__all__ = ["CompressedModel", "QuantConfig", "__version__", "compress", "load_checkpoint"]
+__all__ = [
+    "CompressedModel",
+    "JobError",
+    "QuantConfig",
+    "Report",
+    "UsageError",
+    "__version__",
+    "compress",
+    "load_checkpoint",
+]
 
 
 def __getattr__(name: str) -> object:
@@ -37,3 +52,8 @@ def __getattr__(name: str) -> object:
     if name not in _LAZY:
         raise AttributeError(f"module 'ul2q' has no attribute {name!r}")
     return getattr(importlib.import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    """Return the public names, loaded or not."""
+    return sorted(__all__)

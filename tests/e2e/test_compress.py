@@ -78,10 +78,10 @@ def test_report_shows_the_files_again(cli: Any, compressed: Path, tmp_path: Path
 
 def test_evaluate_bench_and_inspect_agree_with_the_report(cli: Any, compressed: Path) -> None:
     report = json.loads((compressed / "report.json").read_text())
-    found = cli("evaluate", compressed / "model.onnx", "--data", "digits", "--json").json()
-    assert found["top1"] == report["accuracy"]["onnxruntime"]
-    found = cli("evaluate", compressed / "float.onnx", "--data", "digits", "--json").json()
-    assert found["top1"] == report["accuracy"]["float"]
+    result = cli("evaluate", compressed / "model.onnx", "--data", "digits", "--json").json()
+    assert result["top1"] == report["accuracy"]["onnxruntime"]
+    result = cli("evaluate", compressed / "float.onnx", "--data", "digits", "--json").json()
+    assert result["top1"] == report["accuracy"]["float"]
     model, other = compressed / "model.onnx", compressed / "float.onnx"
     bench = cli("bench", model, "--against", other, "--runs", "5", "--json").json()
     assert bench["operators"] == report["latency_ms"]["operators"]
@@ -154,14 +154,14 @@ def test_a_dry_run_refuses_labels_without_an_output(cli: Any, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--wbits", "0"), "wbits is 0: weights take 1 to 8 bits"),
-        (("--wbits", "9"), "wbits is 9: weights take 1 to 8 bits"),
+        (("--wbits", "0"), "--wbits is 0: weights take 1 to 8 bits"),
+        (("--wbits", "9"), "--wbits is 9: weights take 1 to 8 bits"),
         (("--wbits", "two"), "'--wbits'"),
         ((), "--wbits is missing"),
         (("--wbits", "2", "--abits", "4"), "abits is 4"),
         (("--wbits", "2", "--granularity", "row"), "granularity is 'row'"),
-        (("--wbits", "2", "--act-fit", "best"), "act_fit is 'best'"),
-        (("--wbits", "2", "--opset", "7"), "opset is 7: use one of 18, 19"),
+        (("--wbits", "2", "--act-fit", "best"), "--act-fit is 'best'"),
+        (("--wbits", "2", "--opset", "7"), "--opset is 7: use one of 18, 19"),
         (("--wbits", "2", "--input-shape", "one"), "--input-shape is 'one'"),
         (("--wbits", "2", "--mean", "0.5;0.5"), "--mean is '0.5;0.5'"),
         (("--wbits", "2", "--arch", "lenet6"), "lenet6"),

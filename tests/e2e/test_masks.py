@@ -184,8 +184,8 @@ def test_a_network_of_ones_own_may_answer_logits() -> None:
     masks = x[:, 0] > 0.7
     config = QuantConfig(wbits=4, epochs=2, batch_size=8)
     compressed = compress(network, (x, masks), config)
-    first, last = compressed._work.epochs
+    first, last = compressed.epochs
     assert last.loss < first.loss
-    assert compressed._work.task == Dense(logits=True)
-    with pytest.raises(UsageError, match=r"answers \(3, 8, 8\) a sample, its mask is \(1, 8, 8\)"):
+    assert compressed.run.task == Dense(logits=True)
+    with pytest.raises(UsageError, match=r"output shape \(3, 8, 8\) does not match mask shape \(1, 8, 8\)"):
         compress(nn.Conv2d(3, 3, 1), (x, masks), config)

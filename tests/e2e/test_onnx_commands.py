@@ -27,8 +27,8 @@ def test_run_takes_floats_as_they_are_and_bytes_as_recorded(
         done = cli("run", onnx_file, "--input", tmp_path / f"{name}.npy", "-o", tmp_path / "out.npy")
         assert done.out == f"{tmp_path / 'out.npy'}: [6, 10]\n"
         np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), want)
-    found = cli("run", onnx_file, "--input", tmp_path / "raw.npy", "--low-memory", "--json").json()
-    assert found == {"samples": 6, "shape": [6, 10], "argmax": want.argmax(1).tolist()}
+    result = cli("run", onnx_file, "--input", tmp_path / "raw.npy", "--low-memory", "--json").json()
+    assert result == {"samples": 6, "shape": [6, 10], "argmax": want.argmax(1).tolist()}
     first = cli("run", onnx_file, "--input", tmp_path / "raw.npy").out.splitlines()[0]
     assert first == f"0: class {want[0].argmax()}, score {want[0].max():.4g}"
 
@@ -141,10 +141,10 @@ def test_unusable_models_are_named(
 
 
 def test_bench_measures_one_or_compares_two(cli: Any, onnx_file: Path) -> None:
-    found = cli("bench", onnx_file, "--runs", "5", "--json").json()
-    assert list(found)[:5] == ["median_ms", "p95_ms", "against_median_ms", "ratio", "threads"]
-    assert found["against_median_ms"] is None
-    assert sum(found["operators"].values()) >= 1
+    result = cli("bench", onnx_file, "--runs", "5", "--json").json()
+    assert list(result)[:5] == ["median_ms", "p95_ms", "against_median_ms", "ratio", "threads"]
+    assert result["against_median_ms"] is None
+    assert sum(result["operators"].values()) >= 1
     both = cli("bench", onnx_file, "--against", onnx_file, "--runs", "5", "--json").json()
     assert both["ratio"] == both["median_ms"] / both["against_median_ms"]
     shown = cli("bench", onnx_file, "--against", onnx_file, "--runs", "5").out
@@ -154,14 +154,14 @@ def test_bench_measures_one_or_compares_two(cli: Any, onnx_file: Path) -> None:
 
 
 def test_inspect_reads_any_onnx_file(cli: Any, onnx_file: Path) -> None:
-    found = cli("inspect", onnx_file, "--json").json()
-    assert found["inputs"] == [{"name": "input", "type": "float", "shape": ["N", 1, 8, 8]}]
-    assert found["about"] == {
+    result = cli("inspect", onnx_file, "--json").json()
+    assert result["inputs"] == [{"name": "input", "type": "float", "shape": ["N", 1, 8, 8]}]
+    assert result["about"] == {
         "opset": 21,
         "ir_version": 10,
         "ul2q.preprocess": {"layout": "NCHW", "scale": 0.5},
     }
-    (layer,) = found["layers"]
+    (layer,) = result["layers"]
     assert (layer["name"], layer["op"], layer["bits"], layer["parameters"], layer["bytes"]) == (
         "head", "MatMul", 32, 640, 2560,
     )  # fmt: skip
@@ -201,11 +201,11 @@ def test_damaged_metadata_are_named(cli: Any, onnx_file: Path) -> None:
 
 
 def test_doctor_tells_what_a_bug_report_needs(cli: Any) -> None:
-    found = cli("doctor", "--json").json()
-    assert found["versions"]["onnx"] == onnx.__version__
-    assert "CPUExecutionProvider" in found["onnxruntime"]["providers"]
-    assert isinstance(found["cpu"]["saturating_kernels"], bool)
-    assert found["threads"]["OMP_NUM_THREADS"] == "1"
+    result = cli("doctor", "--json").json()
+    assert result["versions"]["onnx"] == onnx.__version__
+    assert "CPUExecutionProvider" in result["onnxruntime"]["providers"]
+    assert isinstance(result["cpu"]["saturating_kernels"], bool)
+    assert result["threads"]["OMP_NUM_THREADS"] == "1"
     out = cli("doctor").out
     assert f"versions.onnx              {onnx.__version__}\n" in out
     assert str(Path.home()) not in out

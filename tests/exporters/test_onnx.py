@@ -440,9 +440,9 @@ def test_the_oldest_and_the_newest_opset_are_written_and_load(small: Any, opset:
 @pytest.mark.parametrize("opset", [17, 26])
 @pytest.mark.case("older-runtime", outcome="refused")
 def test_unknown_opsets_are_refused(small: Any, opset: int) -> None:
-    with pytest.raises(UsageError, match=f"opset is {opset}: use one of 18, .*, 25"):
+    with pytest.raises(UsageError, match=f"`opset` is {opset}: use one of 18, .*, 25"):
         QuantConfig(wbits=2, opset=opset)
-    with pytest.raises(UsageError, match=f"--opset {opset}"):
+    with pytest.raises(UsageError, match=f"`opset` is {opset}"):
         export_float(small.captured, small.inputs, opset)
 
 

@@ -57,11 +57,11 @@ def checkpoint_files(folder: Path) -> list[Path]:
     import torch
 
     from ul2q import models
-    from ul2q.pipeline.importers.checkpoint import save_checkpoint
+    from ul2q.pipeline.importers.checkpoint import CheckpointRecord, save_checkpoint
 
     args = {"in_channels": 1, "num_classes": 3, "input_size": [4, 4], "hidden": [5]}
     model = models.build("mlp", **args)
-    save_checkpoint(folder / "own.pt", model, arch="mlp", arch_args=args, input_shape=(1, 4, 4))
+    save_checkpoint(folder / "own.pt", model, CheckpointRecord("mlp", args, input_shape=(1, 4, 4)))
     torch.save(model.state_dict(), folder / "state.pt")
     torch.save(model.state_dict(), folder / "legacy.pt", _use_new_zipfile_serialization=False)
     return [folder / name for name in ("own.pt", "state.pt", "legacy.pt")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ul2q.pipeline.data import Preprocess
 from ul2q.pipeline.errors import JobError, UsageError, first_line
-from ul2q.pipeline.importers.checkpoint import Checkpoint
+from ul2q.pipeline.importers.checkpoint import Checkpoint, CheckpointRecord
 from ul2q.pipeline.importers.onnx.network import OnnxNetwork, UnsupportedError, shapes_of
 from ul2q.runtimes import onnxruntime as runtime
 
@@ -60,13 +59,11 @@ def load_onnx(path: Path) -> Checkpoint:
         raise UsageError(f"{path} cannot be translated ({first_line(error)}): export it again") from error
     sizes = first[1:]
     known = [s for s in sizes if s is not None]
-    return Checkpoint(
-        network.requires_grad_(True).eval(),
-        path,
-        hashlib.sha256(path.read_bytes()).hexdigest(),
+    record = CheckpointRecord(
         preprocess=_preprocess(metadata, path),
         input_shape=tuple(known) if sizes and len(known) == len(sizes) else None,
     )
+    return Checkpoint.of(network, path, record)
 
 
 def _preprocess(metadata: dict[str, str], path: Path) -> Preprocess | None:

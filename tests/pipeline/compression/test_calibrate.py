@@ -46,13 +46,13 @@ def test_statistics_under_quantised_weights_are_plain_averages_over_the_batches(
         X, prepared.module.get_submodule("conv").weight, prepared.module.get_submodule("conv").bias
     ).detach()
     parts = y.split(8)
-    assert choice.kept == (choice.after < choice.before)
+    assert choice.reestimated == (choice.after < choice.before)
     expected = (
         (
             torch.stack([p.mean((0, 2, 3)) for p in parts]).mean(0),
             torch.stack([p.var((0, 2, 3)) for p in parts]).mean(0),
         )
-        if choice.kept
+        if choice.reestimated
         else (reference.get_submodule("norm").running_mean, reference.get_submodule("norm").running_var)
     )
     torch.testing.assert_close(norm.running_mean, expected[0])

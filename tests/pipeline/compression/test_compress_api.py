@@ -44,9 +44,9 @@ def compressed() -> CompressedModel:
 
 def test_what_is_in_memory_is_what_is_in_the_file(compressed: CompressedModel, tmp_path: Path) -> None:
     compressed.to_onnx(tmp_path / "model.onnx")
-    found = runtime.run(runtime.session(tmp_path / "model.onnx"), X)["logits"]
+    outputs = runtime.run(runtime.session(tmp_path / "model.onnx"), X)["logits"]
     with torch.no_grad():
-        np.testing.assert_array_equal(found, compressed.module(torch.from_numpy(X)).numpy())
+        np.testing.assert_array_equal(outputs, compressed.module(torch.from_numpy(X)).numpy())
     rows = {
         row["name"]: (row["quantized"], row["wbits"], row["abits"]) for row in compressed.report["layers"]
     }
@@ -104,7 +104,7 @@ def test_loss_and_metric_of_the_caller_are_used() -> None:
 )
 def test_other_kinds_of_data_are_taken(data: Any) -> None:
     result = compress(network(), data, QuantConfig(wbits=1, epochs=1))
-    (epoch,) = result._work.epochs
+    (epoch,) = result.epochs
     assert np.isfinite(epoch.loss)
     y = result.module(torch.from_numpy(X))
     assert y.shape == (90, 3)
@@ -140,13 +140,13 @@ def test_any_outputs_are_fitted_to_the_teacher(tmp_path: Path) -> None:
     # A few patterns: of what is equal in all directions, the nearest weights are the best already.
     x = (rng.normal(size=(90, 3)) @ rng.normal(size=(3, 36))).reshape(90, 1, 6, 6).astype(np.float32)
     result = compress(Several(), x, QuantConfig(wbits=2, epochs=6, lr=3e-3, batch_size=16))
-    losses = [epoch.loss for epoch in result._work.epochs]
+    losses = [epoch.loss for epoch in result.epochs]
     assert losses[-1] < 0.7 * losses[0]
     result.to_onnx(tmp_path / "model.onnx")
-    found = runtime.run(runtime.session(tmp_path / "model.onnx"), x)
+    outputs = runtime.run(runtime.session(tmp_path / "model.onnx"), x)
     expected = result.module(torch.from_numpy(x))
-    assert list(found) == ["points", "features"]
-    for name, values in found.items():
+    assert list(outputs) == ["points", "features"]
+    for name, values in outputs.items():
         np.testing.assert_array_equal(values, expected[name].numpy())
 
 

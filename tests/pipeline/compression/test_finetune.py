@@ -102,7 +102,9 @@ def test_gradients_pass_straight_through_the_quantiser() -> None:
     }
     torch.manual_seed(1)
     F.mse_loss(module(X), torch.zeros(32, 3)).backward()
-    found = {name: module.get_submodule(name).parametrizations.weight.original.grad for name in ("a", "head")}
+    gradients = {
+        name: module.get_submodule(name).parametrizations.weight.original.grad for name in ("a", "head")
+    }
     plain, _ = ready()
     module = plain.module.train()
     for name in ("a", "tied", "head"):  # the quantised values as plain weights
@@ -116,7 +118,7 @@ def test_gradients_pass_straight_through_the_quantiser() -> None:
     for name, weight in weights.items():
         assert weight.grad is not None
         assert float(weight.grad.abs().max()) > 0
-        torch.testing.assert_close(found[name], weight.grad)
+        torch.testing.assert_close(gradients[name], weight.grad)
 
 
 @pytest.mark.parametrize(

@@ -68,4 +68,4 @@ def test_fine_tuning_moves_the_weights_and_the_report_says_what_was_used() -> No
     before, after = (network()[6].weight, compressed.prepared.module.get_submodule("6"))
     moved = after.parametrizations.weight.original - before
     assert moved.abs().mean() > 1e-3
-    assert compressed._work.epochs[-1].loss < compressed._work.epochs[0].loss
+    assert compressed.epochs[-1].loss < compressed.epochs[0].loss

@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from ul2q.pipeline.compression import compress as module
+from ul2q.pipeline.compression import pipeline, result, stages
 from ul2q.pipeline.compression.compress import compress_file
-from ul2q.pipeline.compression.resume import Kept, unfinished_path
+from ul2q.pipeline.compression.resume import ResumeState, unfinished_path
+from ul2q.pipeline.compression.run import CompressedNetwork
 from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.graph.folding import float_state_dict
+from ul2q.pipeline.importers.source import ModelSource
 from ul2q.pipeline.storage.torch_save import write_tensors
 
 NETWORK = """
@@ -45,41 +47,39 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     rng = np.random.default_rng(0)
     np.savez("x.npz", x=rng.normal(size=(90, 1, 8, 8)).astype(np.float32), y=np.arange(90) % 3)
 
-    def write(compressed: Any, folder: Path, _: bool) -> dict[str, Any]:
-        # What the other files hold is measured, and takes longer than all that is tested here.
-        (folder / "model.onnx").write_bytes(compressed.exported.to_bytes())
-        state = float_state_dict(compressed._work.model, compressed.prepared)
-        write_tensors(folder / "checkpoint.pt", state)
-        (folder / "report.json").write_text(json.dumps([e.loss for e in compressed._work.epochs]))
-        return dict(compressed.report)
+    def write(run: Any, network: CompressedNetwork, report: Any, folder: Path, _: Any) -> Any:
+        # The other files hold measurements, which take longer than all that is tested here.
+        (folder / "model.onnx").write_bytes(network.exported.to_bytes())
+        write_tensors(folder / "checkpoint.pt", float_state_dict(run.model, network.prepared))
+        (folder / "report.json").write_text(json.dumps([e.loss for e in network.epochs]))
+        return report
 
-    monkeypatch.setattr(module, "write", write)
-    monkeypatch.setattr(module, "export_float", lambda *_: None)
+    monkeypatch.setattr(result, "write", write)
+    monkeypatch.setattr(pipeline, "export_float", lambda *_: None)
 
     def compress(output: str, optimizer: str = "adam", **options: Any) -> dict[str, bytes]:
         config = QuantConfig(
             wbits=2, epochs=2, batch_size=16, optimizer=optimizer, seed=options.pop("seed", 0)
         )
-        compress_file(
-            Path("x.pt"), config, data="x.npz", arch="small_network:build", output=Path(output), **options
-        )
+        source = ModelSource(Path("x.pt"), arch="small_network:build")
+        compress_file(source, config, data="x.npz", output=Path(output), **options)
         return {path.name: path.read_bytes() for path in Path(output).iterdir()}
 
     return compress
 
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
-    """Let the run end after the state was kept ``after`` times."""
-    keep, count = Kept.keep, 0
+    """Let the run end after the state was saved ``after`` times."""
+    save, count = ResumeState.save, 0
 
-    def once(self: Kept, *args: Any, **options: Any) -> None:
+    def once(self: ResumeState, *args: Any, **options: Any) -> None:
         nonlocal count
-        keep(self, *args, **options)
+        save(self, *args, **options)
         count += 1
         if count == after:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Kept, "keep", once)
+    monkeypatch.setattr(ResumeState, "save", once)
 
 
 @pytest.mark.case("resume", outcome="works")
@@ -89,7 +89,7 @@ def test_a_resumed_run_gives_the_same_bytes_and_repeats_no_epoch(
     run: Run, monkeypatch: pytest.MonkeyPatch, optimizer: str, points: dict[int, list[int]]
 ) -> None:
     whole = run("whole", optimizer)
-    stream, epochs = module.batches, []
+    stream, epochs = stages.batches, []
 
     def counted(*args: Any, **options: Any) -> Any:
         epochs.append(options["epoch"])
@@ -104,7 +104,7 @@ def test_a_resumed_run_gives_the_same_bytes_and_repeats_no_epoch(
         assert unfinished_path(Path("out")).exists()
         epochs.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(module, "batches", counted)
+            patch.setattr(stages, "batches", counted)
             assert run("out", optimizer, resume=True) == whole
         assert epochs == left
         assert [path.name for path in Path().iterdir() if path.name.startswith(".")] == []
@@ -131,12 +131,12 @@ def test_another_run_is_not_resumed(run: Run, monkeypatch: pytest.MonkeyPatch) -
         interrupt(patch, 2)
         with pytest.raises(KeyboardInterrupt):
             run("out")
-    with pytest.raises(UsageError, match=r"started with seed 0: resume with the same, or leave out --resume"):
+    with pytest.raises(UsageError, match=r"started with seed 0: resume with the same, or leave out `resume`"):
         run("out", resume=True, seed=1)
     torch.save({k: v + 1 for k, v in torch.load("x.pt", weights_only=True).items()}, "x.pt")
     with pytest.raises(UsageError, match="started with model '"):
         run("out", resume=True)
-    kept = unfinished_path(Path("out"))
-    kept.write_bytes(kept.read_bytes()[:-1000])
-    with pytest.raises(UsageError, match="is damaged: leave out --resume"):
+    state = unfinished_path(Path("out"))
+    state.write_bytes(state.read_bytes()[:-1000])
+    with pytest.raises(UsageError, match="is damaged: leave out `resume`"):
         run("out", resume=True)

@@ -76,7 +76,7 @@ def test_stale_statistics_are_replaced_by_better_ones() -> None:
     norm.running_mean += 3  # as if the quantised weights had moved the channels that far
     choice = calibrate(prepared, reference, passes(x))
     assert choice is not None
-    assert choice.kept
+    assert choice.reestimated
     assert choice.after < choice.before
     with torch.no_grad():
         weight = prepared.module.get_submodule("0").weight
@@ -91,7 +91,7 @@ def test_good_statistics_stay_when_the_calibration_samples_mislead() -> None:
     before = norm.running_mean.clone(), norm.running_var.clone()
     choice = calibrate(prepared, reference, passes(torch.full((8, 1, 8, 8), 0.1)))
     assert choice is not None
-    assert not choice.kept
+    assert not choice.reestimated
     assert torch.equal(norm.running_mean, before[0])
     assert torch.equal(norm.running_var, before[1])
 
@@ -190,7 +190,7 @@ def test_a_file_that_fails_verification_leaves_the_old_directory(
     def refuse(*_: object) -> None:
         raise JobError("does not reproduce")
 
-    monkeypatch.setattr("ul2q.pipeline.compression.artifacts.verify", refuse)
+    monkeypatch.setattr("ul2q.pipeline.evaluation.parity.verify", refuse)
     with pytest.raises(JobError, match="does not reproduce"):
         compressed.save(folder, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

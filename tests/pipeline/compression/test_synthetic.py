@@ -15,13 +15,14 @@ from torch.distributions import Normal, kl_divergence
 from ul2q.pipeline.compression import synthetic
 from ul2q.pipeline.compression.calibrate import calibrate
 from ul2q.pipeline.compression.compress import compress_file
-from ul2q.pipeline.compression.finetune import gentler
+from ul2q.pipeline.compression.finetune import with_lower_rate
 from ul2q.pipeline.compression.synthetic import divergence, synthetic_splits
 from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.data import Preprocess, batches
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.graph.capture import capture
 from ul2q.pipeline.graph.prepare import prepare
+from ul2q.pipeline.importers.source import ModelSource
 
 SHAPE = (1, 8, 8)
 
@@ -65,19 +66,19 @@ def test_divergence_is_that_of_normal_distributions() -> None:
 
 
 def mismatch(model: nn.Module, x: Tensor) -> float:
-    found: list[float] = []
+    divergences: list[float] = []
 
     def look(norm: Any, inputs: tuple[Tensor, ...]) -> None:
         y = inputs[0].transpose(0, 1).flatten(1)
         var = y.var(1, correction=0)
-        found.append(float(divergence(y.mean(1), var, norm.running_mean, norm.running_var)))
+        divergences.append(float(divergence(y.mean(1), var, norm.running_mean, norm.running_var)))
 
     handles = [m.register_forward_pre_hook(look) for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
     with torch.no_grad():
         model(x)
     for handle in handles:
         handle.remove()
-    return sum(found) / len(found)
+    return sum(divergences) / len(divergences)
 
 
 def samples(model: nn.Module, **options: Any) -> Tensor:
@@ -128,16 +129,16 @@ def test_only_the_shift_of_quantisation_enters_the_statistics(net: nn.Module) ->
     own = prepared.module.get_submodule("norm")
     own.running_mean += 5  # so wrong that anything is better
     prepared.module.get_submodule("conv").bias.data += 1
-    choice = calibrate(prepared, captured.module, lambda: [(x,)], stand_ins=True)
+    choice = calibrate(prepared, captured.module, lambda: [(x,)], synthetic=True)
     assert choice is not None
-    assert choice.kept
+    assert choice.reestimated
     torch.testing.assert_close(own.running_mean, net.norm.running_mean + 1, rtol=0.02, atol=0.02)
     torch.testing.assert_close(own.running_var, net.norm.running_var, rtol=0.05, atol=0)
 
 
 def test_the_learning_rate_is_lowered_unless_it_is_given() -> None:
-    assert gentler(QuantConfig(wbits=2)).lr == pytest.approx(3e-4)
-    assert gentler(QuantConfig(wbits=2, lr=0.01)).lr == 0.01
+    assert with_lower_rate(QuantConfig(wbits=2)).lr == pytest.approx(3e-4)
+    assert with_lower_rate(QuantConfig(wbits=2, lr=0.01)).lr == 0.01
 
 
 def test_a_network_is_compressed_without_data(
@@ -147,14 +148,15 @@ def test_a_network_is_compressed_without_data(
     path = tmp_path / "model.pt"
     torch.save(net, path)
     config = QuantConfig(wbits=2, samples=64, epochs=1)
-    options: dict[str, Any] = {"trust_pickle": True, "synthetic": True}
-    with pytest.raises(UsageError, match=r"`data` is missing: .* or, without any data, `synthetic`"):
-        compress_file(path, config, trust_pickle=True)
-    with pytest.raises(UsageError, match=r"--synthetic needs --input-shape: model\.pt does not record"):
-        compress_file(path, config, **options)
-    with pytest.raises(UsageError, match="--synthetic takes the place of --data: give one of them"):
-        compress_file(path, config, data="digits", **options)
-    report = compress_file(path, config, input_shape=SHAPE, **options).report
+    options: dict[str, Any] = {"synthetic": True}
+    source = ModelSource(path, trust_pickle=True)
+    with pytest.raises(UsageError, match=r"`data` is missing: .* or, without any data, `synthetic=True`"):
+        compress_file(source, config)
+    with pytest.raises(UsageError, match=r"`synthetic` needs `input_shape`: model\.pt does not record"):
+        compress_file(source, config, **options)
+    with pytest.raises(UsageError, match="`synthetic` takes the place of `data`: give one of them"):
+        compress_file(source, config, data="digits", **options)
+    report = compress_file(source, config, input_shape=SHAPE, **options).report
     assert report["data"] == "synthetic"
     assert report["accuracy"]["quantized"] is None
     assert any("no data were given: the inputs were drawn" in line for line in report["warnings"])
@@ -175,12 +177,15 @@ class Pair(nn.Module):
     ("model", "message"),
     [
         (nn.Sequential(nn.Flatten(), nn.Linear(64, 2)), "needs batch norms that stored statistics"),
-        (Pair(), "draws one input, the network takes a, b: give --data"),
+        (Pair(), "draws one input, the network takes a, b: give `data`"),
     ],
 )
 def test_networks_that_tell_nothing_are_refused(model: nn.Module, message: str, tmp_path: Path) -> None:
     torch.save(model, tmp_path / "model.pt")
     with pytest.raises(UsageError, match=message):
         compress_file(
-            tmp_path / "model.pt", QuantConfig(wbits=2), trust_pickle=True, synthetic=True, input_shape=SHAPE
+            ModelSource(tmp_path / "model.pt", trust_pickle=True),
+            QuantConfig(wbits=2),
+            synthetic=True,
+            input_shape=SHAPE,
         )

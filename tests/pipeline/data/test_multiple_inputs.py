@@ -18,6 +18,7 @@ from ul2q.pipeline.data import as_splits
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.evaluation.evaluate import evaluate_file, run_file
 from ul2q.pipeline.graph.input_types import input_names, input_types, takes_sequences
+from ul2q.pipeline.importers.source import ModelSource
 from ul2q.runtimes import onnxruntime as runtime
 
 RNG = np.random.default_rng(0)
@@ -125,9 +126,8 @@ def test_data_that_do_not_fit_several_inputs(data: Any, message: str) -> None:
 def test_two_inputs_from_a_file(tmp_path: Path) -> None:
     np.savez(tmp_path / "data.npz", x1=IMAGE, x2=EXTRA, y=Y)
     torch.save(make(Two), tmp_path / "module.pt")
-    report = compress_file(
-        tmp_path / "module.pt", CONFIG, data=str(tmp_path / "data.npz"), trust_pickle=True
-    ).report
+    source = ModelSource(tmp_path / "module.pt", trust_pickle=True)
+    report = compress_file(source, CONFIG, data=str(tmp_path / "data.npz")).report
     assert {row["name"]: row["quantized"] for row in report["layers"]} == dict.fromkeys(
         ["conv", "line", "head"], True
     )
@@ -141,14 +141,13 @@ def test_two_inputs_from_a_file(tmp_path: Path) -> None:
     }
     with pytest.raises(UsageError, match=r"takes 2 inputs \(image, extra\): Keras files"):
         compress_file(
-            tmp_path / "module.pt", CONFIG, data=str(tmp_path / "data.npz"), trust_pickle=True,
-            to=("onnx", "keras"), output=tmp_path / "other",
-        )  # fmt: skip
+            source, CONFIG, data=str(tmp_path / "data.npz"), to=("onnx", "keras"), output=tmp_path / "other"
+        )
     written = tmp_path / "module-w4a8" / "model.onnx"
-    for model in (written, tmp_path / "module.pt"):
-        result = evaluate_file(model, str(tmp_path / "data.npz"), trust_pickle=True)
+    for model in (written, source):
+        result = evaluate_file(model, str(tmp_path / "data.npz"))
         assert result["samples"] == 12
-        resized = evaluate_file(model, str(tmp_path / "data.npz"), trust_pickle=True, changes={"resize": 6})
+        resized = evaluate_file(model, str(tmp_path / "data.npz"), changes={"resize": 6})
         assert resized == result  # the first input is preprocessed as a single one, here to its own size
     outputs = run_file(written, tmp_path / "data.npz")
     np.testing.assert_array_equal(
@@ -159,10 +158,7 @@ def test_two_inputs_from_a_file(tmp_path: Path) -> None:
         run_file(written, tmp_path / "lacking.npz")
     for name in ("lacking.npz", "none.npz"):
         with pytest.raises(UsageError, match=r"x1\.\.x2"):
-            compress_file(
-                tmp_path / "module.pt", CONFIG, data=str(tmp_path / name), trust_pickle=True,
-                output=tmp_path / "other",
-            )  # fmt: skip
+            compress_file(source, CONFIG, data=str(tmp_path / name), output=tmp_path / "other")
 
 
 @pytest.mark.case("embedding", outcome="float")

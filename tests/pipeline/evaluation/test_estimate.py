@@ -11,36 +11,37 @@ import torch
 from ul2q import models
 from ul2q.pipeline.cli.app import execute
 from ul2q.pipeline.evaluation.estimate import estimate
+from ul2q.pipeline.importers.source import ModelSource
 
 
 def test_the_command_prints_the_paper_s_count(capsys: pytest.CaptureFixture[str]) -> None:
     assert execute(["estimate", "lenet5", "--wbits", "1", "--abits", "32", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["parameters"], found["activations"]) == (1_663_370, 38_154)
-    assert f"{found['runtime_bytes'] / 1000:.2f}" == "360.54"
-    assert found["float_storage_bytes"] == 4 * 1_663_370
-    assert [layer["name"] for layer in found["layers"]] == ["conv1", "conv2", "fc1", "fc2"]
+    result = json.loads(capsys.readouterr().out)
+    assert (result["parameters"], result["activations"]) == (1_663_370, 38_154)
+    assert f"{result['runtime_bytes'] / 1000:.2f}" == "360.54"
+    assert result["float_storage_bytes"] == 4 * 1_663_370
+    assert [layer["name"] for layer in result["layers"]] == ["conv1", "conv2", "fc1", "fc2"]
 
 
 def test_mobilenet_v2_has_the_figures_of_the_paper() -> None:
-    found = estimate("mobilenet_v2", 2, 8)
-    assert (found["parameters"], found["activations"]) == (3_470_760, 6_679_112)
-    assert f"{found['storage_bytes'] / 1e3:.2f} {found['runtime_bytes'] / 1e6:.2f}" == "867.69 7.55"
-    assert len(found["layers"]) == 53
+    result = estimate("mobilenet_v2", 2, 8)
+    assert (result["parameters"], result["activations"]) == (3_470_760, 6_679_112)
+    assert f"{result['storage_bytes'] / 1e3:.2f} {result['runtime_bytes'] / 1e6:.2f}" == "867.69 7.55"
+    assert len(result["layers"]) == 53
     # What torchvision's documentation calls 0.30 GFLOPS, weights and inputs multiplied once each.
-    assert f"{found['multiply_adds'] / 1e9:.2f}" == "0.30"
+    assert f"{result['multiply_adds'] / 1e9:.2f}" == "0.30"
 
 
 @pytest.mark.parametrize(("wbits", "abits"), [(1, 1), (3, 5), (8, 8), (32, 32)])
 def test_any_width_is_counted(wbits: int, abits: int) -> None:
-    found = estimate("cifarnet", wbits, abits)
-    assert found["runtime_bytes"] == -(-(85_098 * wbits + 43_114 * abits) // 8)
-    assert found["bit_operations"] == found["multiply_adds"] * wbits * abits
+    result = estimate("cifarnet", wbits, abits)
+    assert result["runtime_bytes"] == -(-(85_098 * wbits + 43_114 * abits) // 8)
+    assert result["bit_operations"] == result["multiply_adds"] * wbits * abits
 
 
 def test_an_input_shape_shapes_the_network() -> None:
-    found = estimate("lenet5", 2, 8, input_shape=(3, 16, 20))
-    fc1 = next(layer for layer in found["layers"] if layer["name"] == "fc1")
+    result = estimate("lenet5", 2, 8, input_shape=(3, 16, 20))
+    fc1 = next(layer for layer in result["layers"] if layer["name"] == "fc1")
     assert fc1["parameters"] == 512 * (64 * 4 * 5 + 1)
 
 
@@ -55,7 +56,8 @@ def test_a_weight_file_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_network_of_the_user_is_counted() -> None:
-    own = estimate("torch.nn:Linear", 2, 8, input_shape=(6,), arch_args={"in_features": 6, "out_features": 4})
+    source = ModelSource(Path("torch.nn:Linear"), arch_args={"in_features": 6, "out_features": 4})
+    own = estimate(source, 2, 8, input_shape=(6,))
     assert own["parameters"] == 6 * 4 + 4
 
 

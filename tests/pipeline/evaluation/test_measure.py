@@ -110,11 +110,11 @@ def test_bytes_of_layers_and_the_rest_make_the_file(rows: dict[str, dict[str, An
 
 def test_activations_are_those_of_the_sites(deployed: Any) -> None:
     report = measure.layers_report(deployed.prepared, deployed.lowered, deployed.exported)
-    found = {row["name"]: (np.float32(row["scale"]), row["zero_point"]) for row in report["activations"]}
+    grids = {row["name"]: (np.float32(row["scale"]), row["zero_point"]) for row in report["activations"]}
     expected = {
         name: (np.float32(f.scale), f.zero_point) for name, f in deployed.lowered.code_formats.items()
     }
-    assert found == expected
+    assert grids == expected
     quantizers = {site.name: quantizer for site, quantizer in deployed.prepared.quantizers()}
     for row in report["activations"]:
         assert row["fit"] in row["errors"]

@@ -86,29 +86,29 @@ def test_of_several_wrong_layers_the_first_is_named(integers: Any, tmp_path: Pat
 
 def test_a_wrong_output_is_found_though_every_code_is_right(deploy: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    found = deploy(nn.Sequential(nn.Linear(6, 4), nn.Tanh()), [torch.randn(9, 6)], wbits=8)
-    proto = onnx.load(found.path)
+    deployed = deploy(nn.Sequential(nn.Linear(6, 4), nn.Tanh()), [torch.randn(9, 6)], wbits=8)
+    proto = onnx.load(deployed.path)
     (tanh,) = [node for node in proto.graph.node if node.op_type == "Tanh"]
     tanh.op_type = "Sigmoid"
     onnx.save(proto, tmp_path / "model.onnx")
     with pytest.raises(JobError, match=r"its outputs differ by .* \(relative, at most 1e-04 allowed\)"):
-        check(found, tmp_path / "model.onnx")
+        check(deployed, tmp_path / "model.onnx")
     tanh.op_type = "Log"  # of negative numbers: NaN must not pass for agreement
     onnx.save(proto, tmp_path / "model.onnx")
     with pytest.raises(JobError, match="its outputs differ by inf"):
-        check(found, tmp_path / "model.onnx")
+        check(deployed, tmp_path / "model.onnx")
 
 
 def test_float_activations_are_held_to_a_relative_difference(deploy: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    found = deploy(nn.Sequential(nn.Linear(6, 4)), [torch.randn(9, 6)], wbits=8, abits=32)
+    deployed = deploy(nn.Sequential(nn.Linear(6, 4)), [torch.randn(9, 6)], wbits=8, abits=32)
     for factor, accepted in ((1 + 1e-5, True), (1 + 1e-3, False)):
-        path = tampered(found, tmp_path / "model.onnx", {"0.weight_scale": lambda s, f=factor: s * f})
+        path = tampered(deployed, tmp_path / "model.onnx", {"0.weight_scale": lambda s, f=factor: s * f})
         if accepted:
-            assert 1e-6 < check(found, path).relative < 1e-4
+            assert 1e-6 < check(deployed, path).relative < 1e-4
         else:
             with pytest.raises(JobError, match="its outputs differ by"):
-                check(found, path)
+                check(deployed, path)
 
 
 def test_behind_float_operators_one_step_passes_and_is_reported(mixed: Any, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.graph.capture import capture
 from ul2q.pipeline.graph.torch_programs import from_exported
 from ul2q.pipeline.importers.checkpoint import load_checkpoint
+from ul2q.pipeline.importers.source import ModelSource
 
 X = torch.randn(5, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 DYNAMIC = ({0: torch.export.Dim.DYNAMIC},)
@@ -112,9 +113,9 @@ def test_programs_are_compressed_if_trusted(model: Any, tmp_path: Path, save: An
     path = tmp_path / "model.pt"
     save(model, path)
     config = QuantConfig(wbits=4, epochs=1, samples=64, batch_size=64)
-    with pytest.raises(UsageError, match=r"can run code when loaded: .* --arch, or give --trust-pickle"):
+    with pytest.raises(UsageError, match=r"can run code when loaded: .* `arch`, or give `trust_pickle=True`"):
         compress_file(path, config, data="digits")
-    report = compress_file(path, config, data="digits", trust_pickle=True).report
+    report = compress_file(ModelSource(path, trust_pickle=True), config, data="digits").report
     rows = {row["name"]: row["quantized"] for row in report["layers"]}
     assert rows == dict.fromkeys(["conv", "grouped", "up", "head", "matrix_linear"], True)
     assert report["parity"]["onnxruntime"]["first_layer"] is None

@@ -19,7 +19,8 @@ from torch import nn
 from ul2q import models
 from ul2q.pipeline.data import Preprocess
 from ul2q.pipeline.errors import UsageError
-from ul2q.pipeline.importers.checkpoint import build_network, load_checkpoint, save_checkpoint
+from ul2q.pipeline.importers.architectures import build_network
+from ul2q.pipeline.importers.checkpoint import CheckpointRecord, load_checkpoint, save_checkpoint
 from ul2q.pipeline.importers.state_dict import fit, match_names
 
 ARGS = {"in_channels": 1, "num_classes": 3, "input_size": [4, 4], "hidden": [5]}
@@ -132,7 +133,7 @@ def test_other_precisions_become_float32(path: Path, dtype: torch.dtype) -> None
 def test_tied_weights_stay_tied_in_our_files(path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = model[0].weight
-    save_checkpoint(path, model, arch="x:y", arch_args={})
+    save_checkpoint(path, model, CheckpointRecord("x:y"))
     state = torch.load(path, weights_only=True)["state_dict"]
     assert state["0.weight"].data_ptr() == state["1.weight"].data_ptr()
 
@@ -236,7 +237,7 @@ def test_missing_batch_counters_are_no_difference(path: Path) -> None:
 
 def test_weights_without_a_network(path: Path) -> None:
     torch.save(mlp().state_dict(), path)
-    with pytest.raises(UsageError, match=r"holds weights only: name the network with --arch \(.*mlp"):
+    with pytest.raises(UsageError, match=r"holds weights only: name the network with `arch` \(.*mlp"):
         load_checkpoint(path)
 
 
@@ -267,7 +268,7 @@ def test_pickled_module_needs_trust(path: Path, legacy: bool, nested: bool) -> N
     model = nn.Sequential(nn.Linear(2, 2).half(), nn.BatchNorm1d(2)).requires_grad_(False)
     torch.save({"model": model} if nested else model, path, _use_new_zipfile_serialization=not legacy)
     with pytest.raises(
-        UsageError, match=r"pickled objects \(torch\.nn\S+\), which can run code .*--trust-pickle"
+        UsageError, match=r"pickled objects \(torch\.nn\S+\), which can run code .*`trust_pickle=True`"
     ):
         load_checkpoint(path)
     loaded = load_checkpoint(path, trust_pickle=True)
@@ -282,7 +283,7 @@ def test_pickled_module_needs_trust(path: Path, legacy: bool, nested: bool) -> N
 def test_wrapped_pickled_module_is_unwrapped(path: Path) -> None:
     model = mlp()
     torch.save(nn.DataParallel(model), path)
-    with pytest.raises(UsageError, match=r"pickled objects .*--trust-pickle"):
+    with pytest.raises(UsageError, match=r"pickled objects .*`trust_pickle=True`"):
         load_checkpoint(path)
     loaded = load_checkpoint(path, trust_pickle=True)
     assert type(loaded.model).__name__ == "MLP"
@@ -320,18 +321,18 @@ def test_pickled_module_whose_class_is_in_the_current_folder(
 
 def test_a_file_of_ours_cannot_name_code_to_run(path: Path, tmp_path: Path) -> None:
     target = tmp_path / "ran"
-    save_checkpoint(path, mlp(), arch="mlp", arch_args=ARGS)
+    save_checkpoint(path, mlp(), CheckpointRecord("mlp", ARGS))
     content = torch.load(path, weights_only=True)
     content |= {"arch": "os:system", "arch_args": {"command": f"touch {target}"}}
     torch.save(content, path)
-    with pytest.raises(UsageError, match=r"names os:system as its network, which is code: give --arch"):
+    with pytest.raises(UsageError, match=r"names os:system as its network, which is code: give `arch`"):
         load_checkpoint(path)
     assert not target.exists()
 
 
 @pytest.mark.case("malformed-file", outcome="refused")
 def test_a_network_larger_than_its_weights_is_refused_before_memory_is_taken(path: Path) -> None:
-    save_checkpoint(path, mlp(), arch="mlp", arch_args={**ARGS, "hidden": [10**12]})
+    save_checkpoint(path, mlp(), CheckpointRecord("mlp", {**ARGS, "hidden": [10**12]}))
     with pytest.raises(UsageError, match=r"fc1\.weight \[5, 16\] instead of \[1000000000000, 16\]"):
         load_checkpoint(path)
 
@@ -348,7 +349,7 @@ def test_a_network_larger_than_its_weights_is_refused_before_memory_is_taken(pat
     ],
 )
 def test_a_file_of_ours_with_other_types_is_damaged(path: Path, key: str, value: Any) -> None:
-    save_checkpoint(path, mlp(), arch="mlp", arch_args=ARGS)
+    save_checkpoint(path, mlp(), CheckpointRecord("mlp", ARGS))
     torch.save(torch.load(path, weights_only=True) | {key: value}, path)
     with pytest.raises(UsageError, match=rf"is damaged \({key}\)"):
         load_checkpoint(path)
@@ -500,7 +501,7 @@ def saved(path: Path, **changes: Any) -> nn.Module:
         "epoch": 4,
         "rng": {"torch": torch.get_rng_state()},
     }
-    save_checkpoint(path, model, **{**values, **changes})
+    save_checkpoint(path, model, CheckpointRecord(**{**values, **changes}))
     return model
 
 
@@ -531,12 +532,7 @@ def test_same_content_gives_the_same_bytes(path: Path, tmp_path: Path) -> None:
     again = tmp_path / "other" / "name.pt"
     again.parent.mkdir()
     content = load_checkpoint(path)
-    save_checkpoint(
-        again, content.model, arch=content.arch or "", arch_args=content.arch_args, data=content.data,
-        preprocess=content.preprocess, input_shape=content.input_shape, classes=content.classes,
-        metrics=content.metrics, kfac=content.kfac, optimizer=content.optimizer, epoch=content.epoch,
-        rng=content.rng,
-    )  # fmt: skip
+    save_checkpoint(again, content.model, content)
     assert again.read_bytes() == path.read_bytes()
     assert load_checkpoint(again).sha256 == content.sha256
 

@@ -197,9 +197,9 @@ def test_an_exported_network_is_compressed(randomise: Any, tmp_path: Path, dynam
     assert report["parity"]["onnxruntime"]["argmax_agreement"] == 1
     folder = tmp_path / "model-w4a8"
     x = torch.randn(7, 1, 8, 8)
-    output = next(iter(runtime.run(runtime.session(folder / "float.onnx"), x.numpy()).values()))
+    actual = next(iter(runtime.run(runtime.session(folder / "float.onnx"), x.numpy()).values()))
     with torch.no_grad():
-        np.testing.assert_allclose(output, model(x).numpy(), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(actual, model(x).numpy(), rtol=1e-4, atol=1e-5)
 
 
 def test_layers_are_called_as_in_the_network_that_was_exported(tmp_path: Path) -> None:

@@ -140,7 +140,10 @@ def test_ul2q_comes_through_the_same_interface() -> None:
         ),
         ({"wbits": 1, "quantizer": "twn"}, "twn has no 1-bit weights: set `wbits` to 2"),
         ({"wbits": 1, "quantizer": "fixed"}, "fixed has no 1-bit weights: set `wbits` to 2 to 8"),
-        ({"wbits": 2, "quantizer": "xnor"}, "quantizer is 'xnor': use one of ul2q, bwn, twn, fixed, dorefa"),
+        (
+            {"wbits": 2, "quantizer": "xnor"},
+            "`quantizer` is 'xnor': use one of ul2q, bwn, twn, fixed, dorefa",
+        ),
     ],
 )
 def test_widths_that_a_quantiser_lacks_are_refused(options: dict[str, object], message: str) -> None:

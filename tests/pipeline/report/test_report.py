@@ -190,7 +190,7 @@ def test_only_what_was_not_done_is_advised_against_a_loss(granularity: str) -> N
     values["accuracy"]["onnxruntime"] = 0.9
     values["config"]["granularity"] = granularity
     (lower,) = complete(values)["warnings"]
-    assert ("--granularity channel" in lower) == (granularity == "tensor")
+    assert ("`granularity='channel'`" in lower) == (granularity == "tensor")
 
 
 @pytest.mark.parametrize(

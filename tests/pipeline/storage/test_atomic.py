@@ -73,7 +73,7 @@ def test_outputs_are_checked_beforehand(tmp_path: Path, monkeypatch: pytest.Monk
     check_output(path, overwrite=False)
     path.write_text("")
     check_output(path, overwrite=True)
-    with pytest.raises(UsageError, match="exists: give `overwrite`"):
+    with pytest.raises(UsageError, match="exists: give `overwrite=True`"):
         check_output(path, overwrite=False)
     with pytest.raises(UsageError, match="nowhere is no folder"):
         check_output(tmp_path / "nowhere" / "x", overwrite=True)

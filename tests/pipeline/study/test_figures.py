@@ -60,7 +60,7 @@ def test_quantizers_are_listed_with_their_parameters(tmp_path: Path) -> None:
 
 def test_nothing_is_replaced_unasked(tmp_path: Path) -> None:
     (tmp_path / "lambda.csv").write_text("mine")
-    with pytest.raises(UsageError, match=r"lambda\.csv exists: give `overwrite`"):
+    with pytest.raises(UsageError, match=r"lambda\.csv exists: give `overwrite=True`"):
         figures.write_study("lambda", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["lambda.csv"]
     with pytest.raises(UsageError, match=r"lambda\.csv is a file: give another output folder"):

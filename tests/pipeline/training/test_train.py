@@ -163,7 +163,7 @@ def test_an_interrupted_run_is_not_dropped_by_accident(
     train(config(data), output, overwrite=True)
     assert output.exists()
     assert not partial_path(output).exists()
-    with pytest.raises(UsageError, match=r"model\.pt exists: give `overwrite`"):
+    with pytest.raises(UsageError, match=r"model\.pt exists: give `overwrite=True`"):
         train(config(data), output)
     with pytest.raises(UsageError, match=r"model\.pt is complete: there is no interrupted run"):
         train(config(data), output, resume=True)

@@ -20,6 +20,7 @@ from keras import layers
 from onnx import TensorProto, helper, numpy_helper
 
 from ul2q.pipeline.cli.app import execute
+from ul2q.pipeline.compression.output_formats.registry import FORMATS
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> str:
@@ -29,8 +30,10 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -
 
 
 def evaluated(capsys: pytest.CaptureFixture[str], path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(run(capsys, "evaluate", path, "--data", "digits", "--json", "--quiet"))
-    return found
+    scores: dict[str, Any] = json.loads(
+        run(capsys, "evaluate", path, "--data", "digits", "--json", "--quiet")
+    )
+    return scores
 
 
 def test_keras_beside_onnx(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,10 +124,10 @@ def test_what_keras_lacks_is_told_before_calibration(
         assert list(tmp_path.iterdir()) == [model]
 
     # Should the file show more than the trial, the ONNX file is not lost.
-    monkeypatch.setattr("ul2q.pipeline.compression.compress.check_keras", lambda *_: None)
+    monkeypatch.setattr(FORMATS["keras"], "check_network", lambda *_: None)
     said = run(capsys, *common, "--to", "onnx,keras", code=2)
     assert "amax is a ReduceMax" in said
-    assert "the ONNX file is verified: run again with --resume --to onnx to get it" in said
+    assert "the ONNX file is verified: run again with --resume and --to onnx to get it" in said
     assert not folder.exists()
     run(capsys, *common, "--resume", "--to", "onnx", "--quiet")
     assert (folder / "model.onnx").exists()

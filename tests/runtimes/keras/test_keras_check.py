@@ -43,6 +43,6 @@ def test_the_graph_and_the_random_numbers_stay_as_they_are() -> None:
 def test_only_what_keras_lacks_is_refused() -> None:
     x = torch.randn(2, 1, 8, 8)
     prepared = prepare(capture(Peaks(), [x]), QuantConfig(wbits=4))
-    with pytest.raises(UsageError, match=r"amax is a ReduceMax, .*; leave keras out of --to"):
+    with pytest.raises(UsageError, match=r"amax is a ReduceMax, .*; leave keras out of `to`"):
         check_keras(prepared, [x], prepared.config)
     check_keras(prepared, [x * torch.nan], prepared.config)  # calibration speaks of that

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 pytest.importorskip("keras", reason="Keras is not installed: pip install 'ul2q[keras]'")
 
 from ul2q.pipeline.errors import JobError
-from ul2q.pipeline.evaluation.keras_parity import mirror_parity, write_mirror
+from ul2q.pipeline.evaluation.keras_parity import verify_keras, write_keras
 
 
 class Averaged(nn.Module):
@@ -40,8 +40,8 @@ def test_averages_are_compared_sample_by_sample(deploy: Any, tmp_path: Path, kin
     deployed = deploy(Averaged(kind), [torch.randn(7, 2, 6, 6)], wbits=4)
     assert "mean" in deployed.lowered.code_formats
     path = tmp_path / "model.keras"
-    model = write_mirror(deployed.path, path)
-    parity = mirror_parity(path, model, deployed.lowered, deployed.inputs)
+    model = write_keras(deployed.path, path)
+    parity = verify_keras(path, model, deployed.lowered, deployed.inputs)
     assert (parity.differing_codes, parity.max_abs, parity.samples) == (0, 0.0, 7)
     assert parity.sites == len(deployed.lowered.code_formats)
 
@@ -49,7 +49,7 @@ def test_averages_are_compared_sample_by_sample(deploy: Any, tmp_path: Path, kin
     with pytest.raises(
         JobError, match=r"^model\.keras does not reproduce the network in this Keras: \d+ codes"
     ):
-        mirror_parity(path, model, stretched.lowered, deployed.inputs)
+        verify_keras(path, model, stretched.lowered, deployed.inputs)
 
 
 class Flattened(nn.Module):
@@ -77,5 +77,5 @@ def test_flattened_images_are_compared_in_the_order_of_the_file(
     deployed = deploy(Flattened(kind), [torch.randn(7, 2, 6, 6)], wbits=4)
     assert kind in deployed.lowered.code_formats
     path = tmp_path / "model.keras"
-    parity = mirror_parity(path, write_mirror(deployed.path, path), deployed.lowered, deployed.inputs)
+    parity = verify_keras(path, write_keras(deployed.path, path), deployed.lowered, deployed.inputs)
     assert (parity.differing_codes, parity.sites) == (0, len(deployed.lowered.code_formats))

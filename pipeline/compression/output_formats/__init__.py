@@ -1,0 +1,1 @@
+"""Output formats of a compressed network behind one interface, registered in ``registry``."""

@@ -1,0 +1,86 @@
+"""The stages of a run in their order: capture → prepare → calibrate → fine-tune → lower → export."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from ul2q.exporters.onnx.export import export_float, export_lowered
+from ul2q.pipeline.compression.finetune import with_lower_rate
+from ul2q.pipeline.compression.output_formats.base import OutputFormat
+from ul2q.pipeline.compression.report_fields import network_report, planned_report
+from ul2q.pipeline.compression.result import CompressedModel
+from ul2q.pipeline.compression.run import CompressedNetwork, Run
+from ul2q.pipeline.compression.stages import (
+    calibrate_network,
+    capture_network,
+    finetune_network,
+    with_task,
+)
+from ul2q.pipeline.evaluation import measure
+from ul2q.pipeline.graph.lower import lower
+from ul2q.pipeline.graph.prepare import prepare
+from ul2q.pipeline.quantize.registry import QUANTIZERS
+from ul2q.pipeline.report.schema import Report
+
+
+def run_stages(run: Run, formats: Sequence[OutputFormat] = ()) -> CompressedModel:
+    """Compress the network of a run.
+
+    Args:
+        run: the run.
+        formats: output formats that must be able to hold the network.
+
+    Returns:
+        The compressed network, not yet written.
+    """
+    if run.is_synthetic:
+        run = replace(run, config=with_lower_rate(run.config))
+    config = run.config
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        with run.stage("capture"):
+            run, captured = capture_network(run)
+        run = with_task(run, captured)
+        metadata = _metadata(run)
+        with run.stage("prepare"):
+            prepared = prepare(captured, config)
+            # Before anything else, to learn whether torch.onnx can write the network's operators.
+            exported_float = export_float(captured, run.example(), config.opset, metadata)
+            if run.resume is None or run.resume.finished is None:
+                for output_format in formats:
+                    output_format.check_network(prepared, run.example(), config)
+        with run.stage("calibrate"):
+            batch_norm = calibrate_network(run, captured, prepared)
+        with run.stage("finetune"):
+            epochs = finetune_network(run, captured, prepared, batch_norm)
+        with run.stage("lower"):
+            lowered = lower(prepared)
+        with run.stage("export"):
+            exported = export_lowered(lowered, run.example(), config, metadata)
+    warnings = [*run.notes, *captured.notes, *measure.constant_channels(lowered.weights)]
+    if note := QUANTIZERS[config.quantizer].note:
+        warnings.append(note)
+    network = CompressedNetwork(prepared, lowered, exported, exported_float, epochs, tuple(warnings))
+    return CompressedModel(run, network, network_report(run, network))
+
+
+def plan(run: Run, formats: Sequence[OutputFormat]) -> Report:
+    """Return the report of a dry run."""
+    run, captured = capture_network(run)
+    run = with_task(run, captured)
+    prepared = prepare(captured, run.config)
+    export_float(captured, run.example(), run.config.opset)
+    for output_format in formats:
+        output_format.check_network(prepared, run.example(), run.config)
+    return planned_report(run, captured, prepared)
+
+
+def _metadata(run: Run) -> dict[str, str]:
+    metadata = {"ul2q.preprocess": json.dumps(run.data.preprocess.to_dict(), sort_keys=True)}
+    if run.source is not None:
+        metadata["ul2q.source_sha256"] = run.source.sha256
+    return metadata

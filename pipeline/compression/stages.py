@@ -1,0 +1,138 @@
+"""Stages that work on the samples of a run: capture, check of the task, calibration, fine-tuning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ul2q.pipeline.compression.calibrate import BatchNormChoice, calibrate, fit_activations
+from ul2q.pipeline.compression.finetune import EpochResult, finetune
+from ul2q.pipeline.compression.run import Run
+from ul2q.pipeline.data import Inputs, batches
+from ul2q.pipeline.errors import UsageError, quantity
+from ul2q.pipeline.graph.capture import Captured, capture
+from ul2q.pipeline.graph.input_types import adapt_inputs
+from ul2q.pipeline.graph.prepare import Prepared
+from ul2q.pipeline.importers.model_file import check_translation
+from ul2q.pipeline.tasks import task_for
+from ul2q.pipeline.tasks.losses import default_loss
+
+
+def capture_network(run: Run) -> tuple[Run, Captured]:
+    """Capture the graph of the network.
+
+    Returns:
+        The run with its samples in the form that the network takes, and the graph.
+    """
+    run = replace(run, data=adapt_inputs(run.model, run.data))
+    check_translation(run.source, run.example())
+    return run, capture(run.model, run.example(), own_tensors=False)
+
+
+def with_task(run: Run, captured: Captured) -> Run:
+    """Return the run with its task, after a check that the outputs fit the labels or masks.
+
+    Raises:
+        UsageError: the network has no output for them.
+    """
+    run = replace(run, task=task_for(run.data, captured.module))
+    classes = run.data.num_classes
+    if run.loss is not default_loss or not run.data.labelled:
+        return run
+    with torch.no_grad():
+        outputs = captured.module(*run.example())
+    if classes is None:
+        output, mask = tuple(outputs.shape[1:]), (1, *run.data.shape[1:])
+        if output != mask:
+            raise UsageError(f"output shape {output} does not match mask shape {mask}")
+        return run
+    if run.metric is None and not (isinstance(outputs, Tensor) and outputs.ndim == 2):
+        shape = list(outputs.shape[1:]) if isinstance(outputs, Tensor) else quantity(len(outputs), "output")
+        raise UsageError(
+            f"accuracy needs one row of class scores a sample from the model, this one gives {shape}: "
+            "give samples without labels (.npy), then it is compared with the float network"
+        )
+    if isinstance(outputs, Tensor) and outputs.ndim == 2 and outputs.shape[1] < classes:
+        raise UsageError(
+            f"the labels go up to {classes - 1}, the network has {quantity(outputs.shape[1], 'output')}: "
+            "count classes from 0, or take the data it was trained on"
+        )
+    return run
+
+
+def calibrate_network(run: Run, captured: Captured, prepared: Prepared) -> BatchNormChoice | None:
+    """Calibrate ``prepared`` in place, or restore the stages from which the run resumes.
+
+    Returns:
+        Which batch norm statistics were chosen, None without batch norm.
+    """
+    if run.resume is not None and run.resume.finished is not None:
+        run.resume.finished.restore(prepared)
+        fit_activations(prepared, run.calibration)
+        return run.resume.finished.batch_norm
+    choice = calibrate(prepared, captured.module, run.calibration, synthetic=run.is_synthetic)
+    if run.resume is not None:
+        run.resume.save(prepared, choice, ())
+    return choice
+
+
+def finetune_network(
+    run: Run, captured: Captured, prepared: Prepared, batch_norm: BatchNormChoice | None
+) -> tuple[EpochResult, ...]:
+    """Fine-tune ``prepared`` in place, saving the state after every epoch.
+
+    Args:
+        run: the run.
+        captured: the float network, which is the teacher.
+        prepared: the calibrated graph.
+        batch_norm: result of the calibration.
+
+    Returns:
+        The results of all epochs, those of an interrupted run included.
+    """
+    config, resume = run.config, run.resume
+    finished = None if resume is None else resume.finished
+    epochs = [] if finished is None else list(finished.epochs)
+    if finished is not None:
+        run.progress.line(f"resumed after epoch {len(epochs)} of {config.finetune_epochs}")
+    if config.finetune_epochs == 0 or (finished is not None and finished.tuned):
+        return tuple(epochs)
+    has_score = run.score(captured.module) is not None
+    tuning: dict[str, Any] = {}
+    results = finetune(
+        prepared, captured.module, lambda epoch: _epoch_batches(run, epoch), _steps(run),
+        loss=run.task.distillation if run.loss is default_loss else run.loss,
+        refit=lambda: fit_activations(prepared, run.calibration),
+        score=(lambda: run.score(prepared.module) or 0.0) if has_score else None,
+        resume_state=None if finished is None else finished.tuning,
+        save_state=None if resume is None else tuning.update,
+    )  # fmt: skip
+    for result in results:
+        epochs.append(result)
+        if resume is not None:
+            resume.save(prepared, batch_norm, epochs, tuning)
+        score = "" if result.score is None else f", validation {run.task.title} {result.score:.4f}"
+        run.progress.line(f"epoch {result.epoch}/{config.finetune_epochs}: loss {result.loss:.4f}{score}")
+    batch_norm = calibrate(prepared, captured.module, run.calibration, synthetic=run.is_synthetic)
+    if resume is not None:
+        resume.save(prepared, batch_norm, epochs, tuned=True)
+    return tuple(epochs)
+
+
+def _steps(run: Run) -> int:
+    return max(1, len(run.train) // run.config.batch_size)  # a partial last batch is dropped
+
+
+def _epoch_batches(run: Run, epoch: int) -> Iterator[tuple[Inputs, Tensor | None]]:
+    config = run.config
+    stream = batches(
+        run.train, config.batch_size, seed=config.seed, epoch=epoch + 1, augment=True, drop_last=True
+    )
+    with run.progress.bar(f"fine-tune epoch {epoch + 1}/{config.finetune_epochs}", _steps(run)) as bar:
+        for x, y in stream:
+            yield x, y
+            bar.advance()
