@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
 import shutil
 import subprocess
@@ -30,6 +32,37 @@ GPUS = os.environ.get("CUDA_VISIBLE_DEVICES")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_finish() -> None:
+    """Exempt everything imported so far from garbage collection, which would traverse it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def torchlib_registered_once() -> Iterator[None]:
+    """Build the table of ONNX operators of torch once per process: half of the time of a small export.
+
+    torch.onnx builds it anew for each export, and adds the translations of that export to it; each therefore
+    gets a copy. Subprocesses of tests export without this.
+    """
+    if "torch" not in sys.modules:  # no collected test exports
+        yield
+        return
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    build = functools.cache(ONNXRegistry.from_torchlib)
+
+    def copied(opset_version: int = ONNXRegistry().opset_version) -> ONNXRegistry:
+        whole, copy = build(opset_version), ONNXRegistry()
+        copy._opset_version = whole.opset_version
+        copy.functions = {name: list(forms) for name, forms in whole.functions.items()}
+        return copy
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(copied))
+        yield
 
 
 @pytest.fixture(scope="session")
