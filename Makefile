@@ -1,7 +1,9 @@
-# Everything runs in .venv, which is made on first use and again when pyproject.toml changes.
+# Everything runs in .venv, which is made on first use; what is installed there is installed again when
+# pyproject.toml changes. The demo needs the least, everything else the tools of development on top.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+DEMO_READY := $(VENV)/ready-demo
 READY := $(VENV)/ready
 
 .DEFAULT_GOAL := help
@@ -10,15 +12,21 @@ READY := $(VENV)/ready
 help: ## List these targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
-$(READY): pyproject.toml
+$(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --editable '.[dev]'
+
+$(DEMO_READY): pyproject.toml | $(BIN)/pip
+	$(BIN)/pip install --quiet --editable '.[data]'
 	@touch $@
 
-demo: $(READY) ## Train LeNet-5 on real digits, compress it to 2 bits, check it in ONNX Runtime, print the report
+$(READY): pyproject.toml | $(BIN)/pip
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	@touch $@ $(DEMO_READY)
+
+demo: $(DEMO_READY) ## Train LeNet-5 on real digits, compress it to 2 bits, check it in ONNX Runtime, print the report
 	$(BIN)/pipeline demo --overwrite -o demo
 
-test: $(READY) ## Run all tests
+test: $(READY) ## Run all tests, on a worker per core
 	$(BIN)/pytest
 
 lint: $(READY) ## Check style, docstrings, types and the order of imports between folders

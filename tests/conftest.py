@@ -35,7 +35,7 @@ os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 for threads in ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"):
     os.environ.setdefault(threads, "1")
 
-#: Whether slow tests run over the full product of their parameters, and with all examples (see CONTRIBUTING.md).
+#: Whether tests marked `pairwise` run over the full product of their parameters (see CONTRIBUTING.md).
 FULL = os.environ.get("UL2Q_FULL", "") not in ("", "0")
 
 
@@ -80,7 +80,7 @@ def pairwise(values: Mapping[str, Sequence[Any]]) -> list[tuple[Any, ...]]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrise tests marked ``pairwise``: by pairwise choice, or by the full product if UL2Q_FULL is set."""
+    """Parametrise tests marked ``pairwise``, by the full product if UL2Q_FULL is set."""
     for mark in metafunc.definition.iter_markers("pairwise"):
         values: dict[str, Sequence[Any]] = mark.kwargs
         cases = list(itertools.product(*values.values())) if FULL else pairwise(values)
@@ -91,12 +91,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pairwise_function() -> Callable[[Mapping[str, Sequence[Any]]], list[tuple[Any, ...]]]:
     """Return the choice of cases, for its own test."""
     return pairwise
-
-
-@pytest.fixture(scope="session")
-def full() -> bool:
-    """Return whether all examples are wanted (UL2Q_FULL), rather than those that fit into a daily run."""
-    return FULL
 
 
 def pytest_collection_finish() -> None:

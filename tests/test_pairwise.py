@@ -17,7 +17,9 @@ VALUES: list[Mapping[str, Sequence[Any]]] = [
 
 
 @pytest.mark.parametrize("values", VALUES)
-def test_every_pair_is_in_a_case(pairwise: Callable[..., list[Any]], values: dict[str, Sequence[Any]]) -> None:
+def test_every_pair_is_in_a_case(
+    pairwise: Callable[..., list[Any]], values: dict[str, Sequence[Any]]
+) -> None:
     cases = pairwise(values)
     for (i, first), (j, second) in itertools.combinations(enumerate(values.values()), 2):
         for a, b in itertools.product(first, second):

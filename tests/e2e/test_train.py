@@ -179,12 +179,12 @@ def test_an_interrupt_leaves_the_old_file_and_can_be_resumed(tmp_path: Path) -> 
 
 def test_a_fault_of_the_program_is_one_line_too(tmp_path: Path) -> None:
     code = """
-import sys
-from ul2q.pipeline import cli
+import sys, types
 def broken(*_, **__): raise ZeroDivisionError('nothing\\nto divide')
-import ul2q.pipeline.training.train as t; t.train = broken
+sys.modules['ul2q.pipeline.training.train'] = types.SimpleNamespace(train=broken)
+from ul2q.pipeline.cli import app
 sys.argv = ['pipeline', 'train', 'mlp', '--data', 'digits'] + sys.argv[1:]
-cli.main()
+app.main()
 """
     command = [sys.executable, "-c", code]
     plain = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
