@@ -10,7 +10,7 @@ import pytest
 
 VALUES: list[Mapping[str, Sequence[Any]]] = [
     {"a": "xy", "b": [1, 2, 3]},
-    {"arch": "abc", "k": [1, 2, 4, 8], "granularity": ["tensor", "channel"], "storage": ["packed", "int2"]},
+    {"arch": "abc", "k": [1, 2, 4, 8], "granularity": ["tensor", "channel"], "storage": ["table", "int2"]},
     {"a": range(8), "b": [8, 32], "c": "tc", "d": [1, 2, 3], "e": [True, False]},
     {"a": [{"unhashable": 1}, {}], "b": [None], "c": [0, 1, 2]},
 ]

@@ -26,7 +26,7 @@ Digits = tuple[np.ndarray, np.ndarray]
     arch=ARCHITECTURES,
     wbits=[1, 2, 4, 8],
     granularity=["tensor", "channel"],
-    storage=["packed", "int2"],
+    storage=["table", "int2"],
 )
 def test_no_code_differs_between_keras_onnxruntime_and_torch(
     written: Callable[..., Any], digits: Digits, arch: str, wbits: int, granularity: str, storage: str
