@@ -110,11 +110,11 @@ def points(
         limit = draw.uniform(0, whole)
         code, spent = run([*command(new), "--overwrite"], log, limit)
         tally["killed" if code == -signal.SIGKILL else "ended before"] += 1
-        found = state(output)
-        name = "new" if found == references[new] else "none" if found is None else "old"
+        actual = state(output)
+        name = "new" if actual == references[new] else "none" if actual is None else "old"
         tally[name] += 1
-        if found not in (old, references[new]) or (code == 0 and name != "new"):
-            faults.append(f"point {point} ({spent:.2f} s): {found}")
+        if actual not in (old, references[new]) or (code == 0 and name != "new"):
+            faults.append(f"point {point} ({spent:.2f} s): {actual}")
         resume = unfinished.exists()
         tally["resumed"] += resume
         again, _ = run([*command(new), "--resume" if resume else "--overwrite"], log)

@@ -97,6 +97,7 @@ def pytest_collection_finish() -> None:
     """Exempt everything imported so far from garbage collection, which would traverse it again and again."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)  # graphs of torch.export are many small objects that live for long
 
 
 @pytest.fixture(scope="session", autouse=True)

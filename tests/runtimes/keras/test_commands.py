@@ -29,8 +29,10 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -
 
 
 def evaluated(capsys: pytest.CaptureFixture[str], path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(run(capsys, "evaluate", path, "--data", "digits", "--json", "--quiet"))
-    return found
+    metrics: dict[str, Any] = json.loads(
+        run(capsys, "evaluate", path, "--data", "digits", "--json", "--quiet")
+    )
+    return metrics
 
 
 def test_keras_beside_onnx(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
