@@ -1,8 +1,12 @@
-# Everything runs in .venv, which is made on first use and again when pyproject.toml changes.
+# Everything runs in .venv, which is made on first use; what is installed there is installed again when
+# pyproject.toml changes. The demo needs the least, everything else the tools of development on top.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+DEMO_READY := $(VENV)/ready-demo
 READY := $(VENV)/ready
+# Without compiling what may never be imported: that takes longer than all imports of the demo.
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile --editable
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint format bench docs audit clean
@@ -10,15 +14,21 @@ READY := $(VENV)/ready
 help: ## List these targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
-$(READY): pyproject.toml
+$(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --editable '.[dev]'
+
+$(DEMO_READY): pyproject.toml | $(BIN)/pip
+	$(INSTALL) '.[data]'
 	@touch $@
 
-demo: $(READY) ## Train LeNet-5 on real digits, compress it to 2 bits, check it in ONNX Runtime, print the report
+$(READY): pyproject.toml | $(BIN)/pip
+	$(INSTALL) '.[dev]'
+	@touch $@ $(DEMO_READY)
+
+demo: $(DEMO_READY) ## Train LeNet-5 on real digits, compress it to 2 bits, check it in ONNX Runtime, print the report
 	$(BIN)/pipeline demo --overwrite -o demo
 
-test: $(READY) ## Run all tests
+test: $(READY) ## Run all tests, on a worker per core
 	$(BIN)/pytest
 
 lint: $(READY) ## Check style, docstrings, types and the order of imports between folders

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+import itertools
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,13 +26,103 @@ if TYPE_CHECKING:
     from ul2q.pipeline.graph.prepare import Prepared
 
 # Set before any test module, or a process that it starts, imports what reads it: tests send nothing and write
-# to no home folder, and their tensors are so small that threads would mostly wait for each other. They run
-# on CPUs, also where there is a GPU, as much is exact only there; `gpu_environment` is that of processes that
-# see the GPUs again.
+# to no home folder, and their tensors are so small that threads would mostly wait for each other, the more so
+# as xdist starts a worker for each core. They run on CPUs, also where there is a GPU, as much is exact only
+# there; `gpu_environment` is that of processes that see the GPUs again.
 GPUS = os.environ.get("CUDA_VISIBLE_DEVICES")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+for threads in ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"):
+    os.environ.setdefault(threads, "1")
+
+#: Whether tests marked `pairwise` run over the full product of their parameters (see CONTRIBUTING.md).
+FULL = os.environ.get("UL2Q_FULL", "") not in ("", "0")
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Accept the options of xdist that pyproject.toml sets also where it is not loaded (-p no:xdist)."""
+    if not pluginmanager.hasplugin("xdist"):
+        for option in ("--numprocesses", "--dist"):
+            parser.addoption(option, help="Ignored: pytest-xdist is not loaded.")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """Run a single file, or tests of it, without workers: they would take longer to start than they save."""
+    files = {argument.partition("::")[0] for argument in config.args}
+    return 0 if len(files) == 1 and files.pop().endswith(".py") else None
+
+
+def pairwise(values: Mapping[str, Sequence[Any]]) -> list[tuple[Any, ...]]:
+    """Choose cases such that any two values of two parameters occur together in one of them.
+
+    Greedy: each case is the first of the full product that covers the most pairs not covered yet.
+
+    Args:
+        values: the values of each parameter, at least two parameters.
+
+    Returns:
+        The cases, each with one value per parameter, in the order of ``values``.
+    """
+
+    def pairs(case: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
+        return set(itertools.combinations(enumerate(case), 2))
+
+    names = list(values)
+    product = list(itertools.product(*(range(len(values[name])) for name in names)))
+    missing = set().union(*map(pairs, product))
+    cases = []
+    while missing:
+        case = max(product, key=lambda candidate: len(pairs(candidate) & missing))
+        missing -= pairs(case)
+        cases.append(case)
+    return [tuple(values[name][i] for name, i in zip(names, case, strict=True)) for case in sorted(cases)]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Parametrise tests marked ``pairwise``, by the full product if UL2Q_FULL is set."""
+    for mark in metafunc.definition.iter_markers("pairwise"):
+        values: dict[str, Sequence[Any]] = mark.kwargs
+        cases = list(itertools.product(*values.values())) if FULL else pairwise(values)
+        metafunc.parametrize(list(values), cases)
+
+
+@pytest.fixture(scope="session", name="pairwise")
+def pairwise_function() -> Callable[[Mapping[str, Sequence[Any]]], list[tuple[Any, ...]]]:
+    """Return the choice of cases, for its own test."""
+    return pairwise
+
+
+def pytest_collection_finish() -> None:
+    """Exempt everything imported so far from garbage collection, which would traverse it again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)  # graphs of torch.export are many small objects that live for long
+
+
+@pytest.fixture(scope="session", autouse=True)
+def torchlib_registered_once() -> Iterator[None]:
+    """Build the table of ONNX operators of torch once per process: half of the time of a small export.
+
+    torch.onnx builds it anew for each export, and adds the translations of that export to it; each therefore
+    gets a copy. Subprocesses of tests export without this.
+    """
+    if "torch" not in sys.modules:  # no collected test exports
+        yield
+        return
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    build = functools.cache(ONNXRegistry.from_torchlib)
+
+    def copied(opset_version: int = ONNXRegistry().opset_version) -> ONNXRegistry:
+        whole, copy = build(opset_version), ONNXRegistry()
+        copy._opset_version = whole.opset_version
+        copy.functions = {name: list(forms) for name, forms in whole.functions.items()}
+        return copy
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(copied))
+        yield
 
 
 @pytest.fixture(scope="session")

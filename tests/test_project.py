@@ -89,14 +89,16 @@ def test_help_is_there_at_once(tmp_path: Path) -> None:
 
 
 def test_public_names_come_from_where_they_are_defined(tmp_path: Path) -> None:
-    code = "import ul2q; print([getattr(ul2q, name) is not None for name in ul2q.__all__])"
-    assert "False" not in python(code, tmp_path)
-    listed = "import ul2q; print(sorted(ul2q.__all__) == dir(ul2q), *dir(ul2q))"
-    same, *names = python(listed, tmp_path).split()
+    code = """
+import ul2q
+print(sorted(ul2q.__all__) == dir(ul2q), *dir(ul2q))
+print(all(getattr(ul2q, name) is not None for name in ul2q.__all__), hasattr(ul2q, "nonsense"))
+"""
+    listed, resolved = python(code, tmp_path).splitlines()[-2:]
+    same, *names = listed.split()
     assert same == "True"
     assert {"CompressedModel", "JobError", "QuantConfig", "Report", "UsageError", "compress"} <= set(names)
-    with pytest.raises(subprocess.CalledProcessError):
-        python("import ul2q; ul2q.nonsense", tmp_path)
+    assert resolved == "True False"
 
 
 def strings(path: Path) -> list[str]:
@@ -106,12 +108,11 @@ def strings(path: Path) -> list[str]:
 
 
 def test_the_library_does_not_speak_the_command_line() -> None:
-    command_line = ("pipeline/cli",)
-    unfinished = ("pipeline/data", "pipeline/graph", "pipeline/training")
+    command_line = "pipeline/cli"
     wrong = [
         f"{path}: {text}"
         for path in library_modules()
-        if not path.startswith((*command_line, *unfinished))
+        if not path.startswith(command_line)
         for text in strings(ROOT / path)
         if re.search(r"--[a-z]", text)
     ]
@@ -129,10 +130,9 @@ def test_no_function_has_more_than_twelve_parameters() -> None:
     commands = re.compile(  # their parameters are options
         r"pipeline/cli/\w+_command\.py"
     )
-    unfinished = ("pipeline/graph/integer_ops.py", "exporters/onnx/operator_translations.py")
     wrong = []
     for path in library_modules():
-        if commands.fullmatch(path) or path in unfinished:
+        if commands.fullmatch(path):
             continue
         for function in functions(path):
             arguments = function.args

@@ -16,7 +16,7 @@ from numpy.typing import DTypeLike
 from onnxscript import opset18 as op
 
 from ul2q.pipeline.graph import torch_kernels  # noqa: F401  (defines the operators)
-from ul2q.pipeline.graph.operators.registry import INTEGER_OPERATORS
+from ul2q.pipeline.graph.operators.registry import INTEGER_OPERATORS, WEIGHTED_OPERATORS
 
 Value = Any
 
@@ -63,32 +63,22 @@ def _relu(codes: Value, zero_point: int) -> Value:
     return op.Max(codes, _constant(zero_point, np.uint8))
 
 
+# Layers: (x, weight, bias, **parameters) -> the layer on real numbers
+
+
 def _conv(
-    codes: Value, weight: Value, weight_scale: Value, bias: Value, bias_scale: Value, in_scale: float,
-    in_zero_point: int, weight_zero_point: int, out_scale: float, out_zero_point: int, stride: Sequence[int],
-    pads: Sequence[int], dilation: Sequence[int], groups: int,
+    x: Value, weight: Value, bias: Value, stride: Sequence[int], pads: Sequence[int],
+    dilation: Sequence[int], groups: int,
 ) -> Value:  # fmt: skip
-    y = op.Conv(
-        _dequantize(codes, in_scale, in_zero_point),
-        _dequantize_channels(weight, weight_scale, weight_zero_point, np.int8),
-        _dequantize_bias(bias, bias_scale, weight_scale, in_scale),
-        kernel_shape=list(weight.shape[2:]), strides=list(stride), pads=list(pads), dilations=list(dilation),
+    shape = list(weight.shape[2:])
+    return op.Conv(
+        x, weight, bias, kernel_shape=shape, strides=list(stride), pads=list(pads), dilations=list(dilation),
         group=groups,
     )  # fmt: skip
-    return _quantize(y, out_scale, out_zero_point)
 
 
-def _linear(
-    codes: Value, weight: Value, weight_scale: Value, bias: Value, bias_scale: Value, in_scale: float,
-    in_zero_point: int, weight_zero_point: int, out_scale: float, out_zero_point: int,
-) -> Value:  # fmt: skip
-    y = op.Gemm(
-        _dequantize(codes, in_scale, in_zero_point),
-        _dequantize_channels(weight, weight_scale, weight_zero_point, np.int8),
-        _dequantize_bias(bias, bias_scale, weight_scale, in_scale),
-        transB=1,
-    )
-    return _quantize(y, out_scale, out_zero_point)
+def _linear(x: Value, weight: Value, bias: Value) -> Value:
+    return op.Gemm(x, weight, bias, transB=1)
 
 
 # Operators without weights: (operands, **parameters) -> the operator on real numbers
@@ -193,13 +183,32 @@ def _on_codes(name: str) -> Callable[..., Any]:
     return translate
 
 
+def _layer_on_codes(name: str) -> Callable[..., Any]:
+    """Return the translation of ``ul2q::<name>``, a layer with weights, see `torch_kernels`."""
+    form, parameter_names = WEIGHTED_FORMS[name], tuple(WEIGHTED_OPERATORS[name].parameter_types)
+
+    def translate(
+        codes: Value, weight: Value, weight_scale: Value, bias: Value, bias_scale: Value, in_scale: float,
+        in_zero_point: int, weight_zero_point: int, out_scale: float, out_zero_point: int, *parameters: Any,
+    ) -> Value:  # fmt: skip
+        y = form(
+            _dequantize(codes, in_scale, in_zero_point),
+            _dequantize_channels(weight, weight_scale, weight_zero_point, np.int8),
+            _dequantize_bias(bias, bias_scale, weight_scale, in_scale),
+            **dict(zip(parameter_names, parameters, strict=True)),
+        )
+        return _quantize(y, out_scale, out_zero_point)
+
+    return translate
+
+
 _ops = torch.ops.ul2q
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     _ops.quantize.default: _quantize,
     _ops.dequantize.default: _dequantize,
     _ops.dequantize_weight.default: _dequantize_weight,
     _ops.relu.default: _relu,
-    **{getattr(_ops, name).default: form for name, form in WEIGHTED_FORMS.items()},
+    **{getattr(_ops, name).default: _layer_on_codes(name) for name in WEIGHTED_FORMS},
     **{getattr(_ops, name).default: _on_codes(name) for name in ONNX_FORMS},
     torch.ops.aten.conv3d.default: _float_conv3d,
     torch.ops.aten.view.default: _view,

@@ -23,6 +23,6 @@ def test_killed_runs_leave_the_old_output_and_the_next_run_works(
         [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    found = json.loads(done.stdout)[command]
-    assert found["faults"] == []
-    assert found["killed"] == points
+    result = json.loads(done.stdout)[command]
+    assert result["faults"] == []
+    assert result["killed"] == points

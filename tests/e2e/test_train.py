@@ -56,21 +56,21 @@ def test_images_of_any_size_are_resized_where_they_are_used(cli: Any, tmp_path: 
     assert cli("evaluate", model, "--resize", 6, "--crop", 6, "--json").json()["top1"] == 1
     assert cli("compress", model, "--wbits", 8, "--quiet", "-o", tmp_path / "small").code == 0
     for name in ("model.onnx", "float.onnx"):  # both record it, too
-        found = cli("evaluate", tmp_path / "small" / name, "--data", photos, "--json")
-        assert found.json()["top1"] == 1
+        result = cli("evaluate", tmp_path / "small" / name, "--data", photos, "--json")
+        assert result.json()["top1"] == 1
 
 
 def test_inspect_lists_the_layers(cli: Any, checkpoint: Path) -> None:
-    found = cli("inspect", checkpoint, "--json").json()
+    summary = cli("inspect", checkpoint, "--json").json()
     state = torch.load(checkpoint, weights_only=True)["state_dict"]
-    assert found["kind"] == "checkpoint"
-    assert found["bytes"] == checkpoint.stat().st_size
-    assert found["inputs"][0]["shape"] == ["N", 1, 8, 8]
-    assert sum(layer["parameters"] for layer in found["layers"]) == sum(t.numel() for t in state.values())
-    assert {layer["bits"] for layer in found["layers"]} == {32}
+    assert summary["kind"] == "checkpoint"
+    assert summary["bytes"] == checkpoint.stat().st_size
+    assert summary["inputs"][0]["shape"] == ["N", 1, 8, 8]
+    assert sum(layer["parameters"] for layer in summary["layers"]) == sum(t.numel() for t in state.values())
+    assert {layer["bits"] for layer in summary["layers"]} == {32}
     shown = cli("inspect", checkpoint)
     assert shown.code == 0
-    assert all(layer["name"] in shown.out for layer in found["layers"])
+    assert all(layer["name"] in shown.out for layer in summary["layers"])
 
 
 def test_a_bare_state_dict_needs_the_network(cli: Any, checkpoint: Path, tmp_path: Path) -> None:
@@ -179,10 +179,10 @@ def test_an_interrupt_leaves_the_old_file_and_can_be_resumed(tmp_path: Path) -> 
 
 def test_a_fault_of_the_program_is_one_line_too(tmp_path: Path) -> None:
     code = """
-import sys
-from ul2q.pipeline.cli import app
+import sys, types
 def broken(*_, **__): raise ZeroDivisionError('nothing\\nto divide')
-import ul2q.pipeline.training.train as t; t.train = broken
+sys.modules['ul2q.pipeline.training.train'] = types.SimpleNamespace(train=broken)
+from ul2q.pipeline.cli import app
 sys.argv = ['pipeline', 'train', 'mlp', '--data', 'digits'] + sys.argv[1:]
 app.main()
 """

@@ -19,45 +19,49 @@ from ul2q.pipeline.evaluation.parity import verify
 from ul2q.runtimes import onnxruntime as runtime
 
 
-@pytest.fixture
-def apart(deploy: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Path]:
-    """Give a deployed network, and its file written as one beyond the limit is."""
-    monkeypatch.setattr(exporter, "_LARGEST", 3000)
+@pytest.fixture(scope="module")
+def deployed(deploy: Callable[..., Any]) -> Any:
     torch.manual_seed(0)
     network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 40))
-    found = deploy(network.eval(), [torch.randn(5, 3, 8, 8)], wbits=8)
+    return deploy(network.eval(), [torch.randn(5, 3, 8, 8)], wbits=8)
+
+
+@pytest.fixture
+def apart(deployed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Path]:
+    """Return a deployed network, and its file written as one beyond the limit is."""
+    monkeypatch.setattr(exporter, "_LARGEST", 3000)
     path = tmp_path / "model.onnx"
-    size = found.exported.save(path)
+    size = deployed.exported.save(path)
     assert (
         size
         == runtime.file_bytes(path)
         == path.stat().st_size + (tmp_path / "model.onnx.data").stat().st_size
     )
-    return found, path
+    return deployed, path
 
 
 @pytest.mark.case("large-model", outcome="works")
 def test_a_large_model_is_written_in_two_files_and_gives_the_same_codes(
     apart: tuple[Any, Path], tmp_path: Path
 ) -> None:
-    found, path = apart
+    deployed, path = apart
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model.onnx", "model.onnx.data"]
     stored = onnx.load(path, load_external_data=False)
     large = [t for t in stored.graph.initializer if np.prod(t.dims) * 1 > 1024]
     assert large
     assert all(tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in large)
-    parity, first = verify(path, found.lowered, found.exported.code_tensors, [found.inputs])
-    assert (parity.differing_codes, parity.sites) == (0, len(found.lowered.code_formats))
-    whole = runtime.run(runtime.session(found.path), found.inputs[0].numpy())
+    parity, first = verify(path, deployed.lowered, deployed.exported.code_tensors, [deployed.inputs])
+    assert (parity.differing_codes, parity.sites) == (0, len(deployed.lowered.code_formats))
+    whole = runtime.run(runtime.session(deployed.path), deployed.inputs[0].numpy())
     np.testing.assert_array_equal(first, next(iter(whole.values())))
-    assert runtime.operators(path) == runtime.operators(found.path)
-    assert runtime.metadata(path) == runtime.metadata(found.path)
+    assert runtime.operators(path) == runtime.operators(deployed.path)
+    assert runtime.metadata(path) == runtime.metadata(deployed.path)
 
 
 def test_writing_it_again_gives_the_same_bytes(apart: tuple[Any, Path], tmp_path: Path) -> None:
-    found, path = apart
+    deployed, path = apart
     before = [p.read_bytes() for p in sorted(tmp_path.iterdir())]
-    found.exported.save(path)
+    deployed.exported.save(path)
     assert [p.read_bytes() for p in sorted(tmp_path.iterdir())] == before
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -156,8 +157,8 @@ def deployed(networks: Networks, deploy: Any) -> Deployed:
 
     def get(name: str, k: int, granularity: str) -> Any:
         if (name, k, granularity) not in known:
-            found = deploy(*networks(name), wbits=k, granularity=granularity, seed=5)
-            known[name, k, granularity] = found
+            deployment = deploy(*networks(name), wbits=k, granularity=granularity, seed=5)
+            known[name, k, granularity] = deployment
         return known[name, k, granularity]
 
     return get
@@ -220,22 +221,22 @@ CASES = [
 def test_the_file_gives_the_codes_of_torch_on_integer_kernels(
     deployed: Deployed, name: str, k: int, granularity: str
 ) -> None:
-    found = deployed(name, k, granularity)
-    parity = found.verify()
+    deployment = deployed(name, k, granularity)
+    parity = deployment.verify()
     assert parity.first_layer is None
     assert (parity.differing_codes, parity.max_steps, parity.max_abs) == (0, 0, 0)
-    assert parity.sites == len(found.lowered.code_formats)
-    assert found.lowered.float_operators == ()
-    counts = runtime.operators(found.path)
+    assert parity.sites == len(deployment.lowered.code_formats)
+    assert deployment.lowered.float_operators == ()
+    counts = runtime.operators(deployment.path)
     assert set(counts) <= INTEGER | MOVING | ENDS
-    assert counts["QuantizeLinear"] == len(found.inputs)
-    assert counts["DequantizeLinear"] <= len(runtime.session(found.path).get_outputs())
+    assert counts["QuantizeLinear"] == len(deployment.inputs)
+    assert counts["DequantizeLinear"] <= len(runtime.session(deployment.path).get_outputs())
     # CPUs without VNNI need other kernels for weights beyond ±64: the file must load with them, too.
     options = ort.SessionOptions()
     options.add_session_config_entry("session.x64quantprecision", "1")
-    exact = ort.InferenceSession(str(found.path), options, providers=["CPUExecutionProvider"])
-    feeds = {spec.name: x.numpy() for spec, x in zip(exact.get_inputs(), found.inputs, strict=True)}
-    usual = runtime.run(runtime.session(found.path), feeds)
+    exact = ort.InferenceSession(str(deployment.path), options, providers=["CPUExecutionProvider"])
+    feeds = {spec.name: x.numpy() for spec, x in zip(exact.get_inputs(), deployment.inputs, strict=True)}
+    usual = runtime.run(runtime.session(deployment.path), feeds)
     assert all(np.array_equal(usual[n], y) for n, y in zip(usual, exact.run(None, feeds), strict=True))
 
 
@@ -247,11 +248,13 @@ def test_with_float_activations_outputs_agree_to_rounding(
     networks: Networks, deploy: Any, name: str, k: int, granularity: str
 ) -> None:
     captured, inputs = networks(name)
-    found = deploy(captured, inputs, wbits=k, granularity=granularity, abits=32)
-    parity = found.verify()
+    deployment = deploy(captured, inputs, wbits=k, granularity=granularity, abits=32)
+    parity = deployment.verify()
     assert 0 < parity.relative <= 1e-4
     assert (parity.sites, parity.max_steps) == (0, None)
-    assert not {"DequantizeLinear", "QuantizeLinear"} & set(runtime.operators(found.path))  # folded at load
+    assert not {"DequantizeLinear", "QuantizeLinear"} & set(
+        runtime.operators(deployment.path)
+    )  # folded at load
 
 
 class Floats(nn.Module):
@@ -275,26 +278,26 @@ def test_float_operators_are_listed_and_at_most_a_step_off(
     deploy: Any, randomise: Callable[[Any], Any]
 ) -> None:
     torch.manual_seed(0)
-    found = deploy(randomise(Floats()), [torch.randn(12, 3, 8, 8)], wbits=4)
-    assert found.lowered.float_operators == (
+    deployment = deploy(randomise(Floats()), [torch.randn(12, 3, 8, 8)], wbits=4)
+    assert deployment.lowered.float_operators == (
         "hardswish", "group_norm", "gelu", "up", "norm", "softmax", "amax", "log_softmax",
     )  # fmt: skip
-    parity = found.verify()
+    parity = deployment.verify()
     assert parity.first_steps <= 1
     assert parity.max_steps is None
-    counts = runtime.operators(found.path)
+    counts = runtime.operators(deployment.path)
     assert (counts["QLinearConv"], counts["QGemm"], counts["ConvTranspose"]) == (2, 1, 1)
 
 
 def test_excluded_layers_run_in_float_and_keep_their_weights(networks: Networks, deploy: Any) -> None:
     captured, inputs = networks("combinations")
-    found = deploy(captured, inputs, wbits=2, exclude=("a", "head"))
-    assert set(found.lowered.weights) == {"b", "c", "squeeze", "excite", "d", "e"}
-    assert found.verify().first_steps <= 1
-    counts = runtime.operators(found.path)
+    deployment = deploy(captured, inputs, wbits=2, exclude=("a", "head"))
+    assert set(deployment.lowered.weights) == {"b", "c", "squeeze", "excite", "d", "e"}
+    assert deployment.verify().first_steps <= 1
+    counts = runtime.operators(deployment.path)
     # Without its bias the head would not be folded into one operator: that is the runtime's business.
     assert counts["QLinearConv"] == 6
-    tensors = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(found.path).graph.initializer}
+    tensors = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(deployment.path).graph.initializer}
     for name in ("a", "head"):
         expected = captured.module.get_parameter(f"{name}.weight").detach().numpy()
         assert any(np.array_equal(t, expected) or np.array_equal(t, expected.T) for t in tensors.values())
@@ -355,10 +358,10 @@ def test_many_small_layers_shrink_as_much(deploy: Any) -> None:
         if isinstance(module, nn.BatchNorm2d):
             nn.init.uniform_(module.weight, 0.5, 2.0)
             nn.init.normal_(module.bias)
-    found = deploy(model.eval(), [torch.randn(4, 3, 32, 32)], wbits=2)
-    float_size = len(export_float(found.captured, found.inputs).to_bytes())
-    assert 14 * found.path.stat().st_size <= float_size
-    assert found.verify().differing_codes == 0
+    deployment = deploy(model.eval(), [torch.randn(4, 3, 32, 32)], wbits=2)
+    float_size = len(export_float(deployment.captured, deployment.inputs).to_bytes())
+    assert 14 * deployment.path.stat().st_size <= float_size
+    assert deployment.verify().differing_codes == 0
 
 
 def test_metadata_describe_every_quantiser(small: Any) -> None:
@@ -390,8 +393,8 @@ def test_metadata_describe_every_quantiser(small: Any) -> None:
 
 def test_further_metadata_are_kept(small: Any) -> None:
     extra = {"ul2q.preprocess": "{}", "ul2q.source_sha256": "0" * 64}
-    found = export_lowered(small.lowered, small.inputs, small.prepared.config, extra)
-    assert extra.items() <= runtime.metadata(found.to_bytes()).items()
+    exported = export_lowered(small.lowered, small.inputs, small.prepared.config, extra)
+    assert extra.items() <= runtime.metadata(exported.to_bytes()).items()
 
 
 def test_bytes_of_layers_are_those_of_their_tensors(small: Any) -> None:
@@ -408,18 +411,20 @@ def test_long_bias_scales_are_computed_at_load(deploy: Any) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 40, 3), nn.BatchNorm2d(40), nn.ReLU(), nn.Conv2d(40, 4, 3)).eval()
     inputs = [torch.randn(8, 2, 9, 9)]
-    found = deploy(capture(model, inputs), inputs, wbits=2)
-    tensors = [tensor.name for tensor in onnx.load(found.path).graph.initializer]
+    deployment = deploy(capture(model, inputs), inputs, wbits=2)
+    tensors = [tensor.name for tensor in onnx.load(deployment.path).graph.initializer]
     assert [name for name in tensors if name.endswith("bias_scale")] == ["3.bias_scale"]
-    assert found.verify().differing_codes == 0
-    assert runtime.operators(found.path)["QLinearConv"] == 2
+    assert deployment.verify().differing_codes == 0
+    assert runtime.operators(deployment.path)["QLinearConv"] == 2
 
 
 @pytest.mark.case("tied-weights", outcome="works")
 def test_weights_that_layers_share_are_stored_once(deployed: Deployed) -> None:
-    found = deployed("ends", 3, "tensor")
-    model = onnx.load(found.path)
-    storage = {row["name"]: row["storage"] for row in json.loads(runtime.metadata(found.path)["ul2q.layers"])}
+    deployment = deployed("ends", 3, "tensor")
+    model = onnx.load(deployment.path)
+    storage = {
+        row["name"]: row["storage"] for row in json.loads(runtime.metadata(deployment.path)["ul2q.layers"])
+    }
     assert (storage["twice"], storage["twice__2"], storage["tied"]) == ("plain", "shared", "shared")
     assert [t.name for t in model.graph.initializer if list(t.dims) == [6, 6]] == ["twice.weight"]
 
@@ -433,8 +438,8 @@ def test_the_oldest_and_the_newest_opset_are_written_and_load(small: Any, opset:
     assert (proto.ir_version, proto.opset_import[0].version) == (OPSETS[opset][0], opset)
     assert runtime.metadata(proto)["ul2q.min_onnxruntime"] == OPSETS[opset][1]
     expected = runtime.run(runtime.session(small.path), small.inputs[0].numpy())["logits"]
-    found = runtime.run(runtime.session(proto), small.inputs[0].numpy())["logits"]
-    np.testing.assert_array_equal(found, expected)
+    actual = runtime.run(runtime.session(proto), small.inputs[0].numpy())["logits"]
+    np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.parametrize("opset", [17, 26])
@@ -451,13 +456,13 @@ def test_typed_storage_raises_the_opset_only_where_it_must(
     networks: Networks, deploy: Any, k: int, opset: int
 ) -> None:
     captured, inputs = networks("combinations")
-    found = deploy(captured, inputs, wbits=k, storage="int2")
-    assert found.verify().differing_codes == 0
-    model = onnx.load(found.path)
+    deployment = deploy(captured, inputs, wbits=k, storage="int2")
+    assert deployment.verify().differing_codes == 0
+    model = onnx.load(deployment.path)
     assert (model.ir_version, model.opset_import[0].version) == (OPSETS[opset][0], opset)
     types = {t.data_type for t in model.graph.initializer if t.name.endswith(".codes")}
     assert types == {{2: onnx.TensorProto.INT2, 4: onnx.TensorProto.INT4}[k]}
-    assert set(runtime.operators(found.path)) <= INTEGER | MOVING | ENDS
+    assert set(runtime.operators(deployment.path)) <= INTEGER | MOVING | ENDS
 
 
 @pytest.mark.parametrize("name", ["combinations", "ends"])
@@ -467,19 +472,19 @@ def test_the_float_file_is_the_captured_network(networks: Networks, name: str) -
     feeds = {spec.name: x.numpy() for spec, x in zip(live.get_inputs(), inputs, strict=True)}
     outputs = runtime.run(live, feeds)
     assert list(outputs) == (ENDS_OF_ENDS if name == "ends" else ["logits"])
-    found = list(outputs.values())
+    actual = list(outputs.values())
     expected = torch.utils._pytree.tree_leaves(captured.module(*inputs))
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         np.testing.assert_allclose(a, b.detach().numpy(), atol=1e-5 * float(b.detach().abs().max()))
 
 
 def test_the_float_file_runs_as_fast_as_it_can() -> None:
     layers = [nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU()]
     inputs = [torch.randn(2, 3, 8, 8)]
-    found = export_float(capture(nn.Sequential(*layers).eval(), inputs), inputs).to_bytes()
+    exported = export_float(capture(nn.Sequential(*layers).eval(), inputs), inputs).to_bytes()
     # No bias of zeros that would keep the runtime from folding the batch norm and the ReLU.
-    assert set(runtime.operators(found)) <= {"Conv", "ReorderInput", "ReorderOutput"}
-    assert "0.weight" in {tensor.name for tensor in onnx.load_from_string(found).graph.initializer}
+    assert set(runtime.operators(exported)) <= {"Conv", "ReorderInput", "ReorderOutput"}
+    assert "0.weight" in {tensor.name for tensor in onnx.load_from_string(exported).graph.initializer}
 
 
 def test_an_operator_without_onnx_form_is_named_in_one_line() -> None:
@@ -513,10 +518,10 @@ def test_volumes_without_a_bias_run_in_both_files(deploy: Any, abits: int) -> No
     )
     inputs = [torch.randn(4, 2, 4, 6, 8)]
     captured = capture(model.eval(), inputs)
-    (found,) = runtime.run(
+    (actual,) = runtime.run(
         runtime.session(export_float(captured, inputs).to_bytes()), {"input": inputs[0].numpy()}
     ).values()
-    np.testing.assert_allclose(found, model(*inputs).detach().numpy(), atol=1e-6)
+    np.testing.assert_allclose(actual, model(*inputs).detach().numpy(), atol=1e-6)
     assert deploy(captured, inputs, wbits=4, abits=abits).verify().differing_codes == 0
 
 
@@ -552,7 +557,7 @@ def test_two_processes_in_two_folders_write_the_same_bytes_without_a_trace_of_th
         capture_output=True,
         check=True,
         cwd=tmp_path,
-        env={"PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONHASHSEED": "7"},
     )
     assert other.stderr == b""
     own: dict[str, bytes] = {}

@@ -175,9 +175,9 @@ def read_onnx_in_torch(path: Path) -> None:
 
     from ul2q.pipeline.importers.onnx.float_model import compare, load_onnx
 
-    found = load_onnx(path)
-    if found.input_shape is not None and np.prod(found.input_shape) < 2**20:
-        compare(found.model, path, [torch.zeros(2, *found.input_shape)])  # type: ignore[arg-type]
+    imported = load_onnx(path)
+    if imported.input_shape is not None and np.prod(imported.input_shape) < 2**20:
+        compare(imported.model, path, [torch.zeros(2, *imported.input_shape)])  # type: ignore[arg-type]
 
 
 def read_onnx_in_keras(path: Path) -> None:
@@ -236,10 +236,10 @@ def overwritten(rng: random.Random, data: bytes) -> bytes:
 
 
 def renumbered(rng: random.Random, data: bytes) -> bytes:
-    found = list(re.finditer(rb"\d+", data[:20_000]))
-    if not found:
+    numbers = list(re.finditer(rb"\d+", data[:20_000]))
+    if not numbers:
         return overwritten(rng, data)
-    one = rng.choice(found)
+    one = rng.choice(numbers)
     return data[: one.start()] + str(rng.choice([-1, 1]) * number(rng)).encode() + data[one.end() :]
 
 

@@ -42,9 +42,9 @@ def test_damaged_files_are_read_or_refused(tmp_path: Path, group: str) -> None:
     command = [sys.executable, str(WORKER), str(tmp_path), "300", str(count), "0", *readers]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])["readers"]
-    assert set(found) == set(readers)
-    for name, result in found.items():
+    results = json.loads(done.stdout.splitlines()[-1])["readers"]
+    assert set(results) == set(readers)
+    for name, result in results.items():
         assert result["faults"] == {}, name
         assert result["files"] == count
         assert result["refused"] > count / 5, name  # the damage is real

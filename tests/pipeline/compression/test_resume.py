@@ -32,6 +32,7 @@ def build():
     )
 """
 Run = Callable[..., dict[str, bytes]]
+UNINTERRUPTED: dict[str, dict[str, bytes]] = {}  # by optimiser: what a run without interruption writes
 
 
 @pytest.fixture
@@ -68,6 +69,18 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return compress
 
 
+@pytest.fixture
+def uninterrupted(run: Run) -> Run:
+    """Return a function from the optimiser to the bytes of a whole run, which is made once for each."""
+
+    def whole(optimizer: str = "adam") -> dict[str, bytes]:
+        if optimizer not in UNINTERRUPTED:
+            UNINTERRUPTED[optimizer] = run("whole", optimizer)
+        return UNINTERRUPTED[optimizer]
+
+    return whole
+
+
 def interrupt(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     """Let the run end after the state was saved ``after`` times."""
     save, count = ResumeState.save, 0
@@ -86,9 +99,13 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
 @pytest.mark.case("interrupted", outcome="works")
 @pytest.mark.parametrize(("optimizer", "points"), [("adam", {1: [1, 2], 2: [2], 4: []}), ("kfac", {2: [2]})])
 def test_a_resumed_run_gives_the_same_bytes_and_repeats_no_epoch(
-    run: Run, monkeypatch: pytest.MonkeyPatch, optimizer: str, points: dict[int, list[int]]
+    run: Run,
+    uninterrupted: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    optimizer: str,
+    points: dict[int, list[int]],
 ) -> None:
-    whole = run("whole", optimizer)
+    whole = uninterrupted(optimizer)
     stream, epochs = stages.batches, []
 
     def counted(*args: Any, **options: Any) -> Any:
@@ -111,17 +128,19 @@ def test_a_resumed_run_gives_the_same_bytes_and_repeats_no_epoch(
         shutil.rmtree("out")
 
 
-def test_without_the_option_a_run_starts_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_option_a_run_starts_again(
+    run: Run, uninterrupted: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         interrupt(patch, 2)
         with pytest.raises(KeyboardInterrupt):
             run("out", seed=1)
-    assert run("out") == run("whole")
+    assert run("out") == uninterrupted()
     assert not unfinished_path(Path("out")).exists()
 
 
-def test_with_nothing_to_resume_a_run_starts_from_the_beginning(run: Run) -> None:
-    assert run("out", resume=True) == run("whole")
+def test_with_nothing_to_resume_a_run_starts_from_the_beginning(run: Run, uninterrupted: Run) -> None:
+    assert run("out", resume=True) == uninterrupted()
     with pytest.raises(UsageError, match="out is complete: there is no interrupted run to resume"):
         run("out", resume=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from ul2q import models
+from ul2q.pipeline.graph.capture import Captured, capture
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -54,17 +56,21 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.fixture(scope="session")
 def written(deploy: Callable[..., Any], digits: tuple[np.ndarray, np.ndarray]) -> Callable[..., Any]:
-    """Return a function (arch, wbits, **config) -> Deployment of random weights, made once for each."""
-    known: dict[object, Any] = {}
+    """Return a function (arch, wbits, **config) -> Deployment of random weights, made once for each.
 
+    Each architecture is captured once.
+    """
+    inputs = [torch.from_numpy(digits[0][:64])]
+
+    @functools.cache
+    def captured(arch: str) -> Captured:
+        torch.manual_seed(0)
+        network = models.build(arch, **models.arguments_for(arch, (1, 28, 28), 10))
+        return capture(randomise(network, seed=0), inputs)
+
+    @functools.cache
     def make(arch: str, wbits: int, **options: Any) -> Any:
-        key = (arch, wbits, *sorted(options.items()))
-        if key not in known:
-            torch.manual_seed(wbits)
-            network = models.build(arch, **models.arguments_for(arch, (1, 28, 28), 10))
-            inputs = [torch.from_numpy(digits[0][:64])]
-            known[key] = deploy(randomise(network, seed=wbits), inputs, wbits=wbits, **options)
-        return known[key]
+        return deploy(captured(arch), inputs, wbits=wbits, **options)
 
     return make
 

@@ -30,10 +30,10 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -
 
 
 def evaluated(capsys: pytest.CaptureFixture[str], path: Path) -> dict[str, Any]:
-    scores: dict[str, Any] = json.loads(
+    metrics: dict[str, Any] = json.loads(
         run(capsys, "evaluate", path, "--data", "digits", "--json", "--quiet")
     )
-    return scores
+    return metrics
 
 
 def test_keras_beside_onnx(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,7 +115,7 @@ def test_what_keras_lacks_is_told_before_calibration(
     torch.save(Peaks().state_dict(), model)
     monkeypatch.setitem(sys.modules, "peaks", sys.modules[__name__])
     common = ("compress", model, "--arch", "peaks:Peaks", "--data", "digits", "--wbits", 4, "--epochs", 0)
-    common = (*common, "-o", folder)
+    common = (*common, "--samples", 64, "-o", folder)
     for more in ((), ("--dry-run",)):
         said = run(capsys, *common, *more, "--to", "onnx,keras", code=2)
         assert "amax is a ReduceMax" in said

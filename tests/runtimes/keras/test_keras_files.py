@@ -44,9 +44,9 @@ def test_a_file_is_small_and_complete(
     size = save_keras(model, tmp_path / "model.keras")
     assert size == (tmp_path / "model.keras").stat().st_size <= 1.3 * source.stat().st_size
     again = keras.saving.load_model(tmp_path / "model.keras")
-    for ours, theirs in zip(model.weights, again.weights, strict=True):
-        assert ours.dtype == theirs.dtype
-        np.testing.assert_array_equal(keras.ops.convert_to_numpy(ours), keras.ops.convert_to_numpy(theirs))
+    for before, after in zip(model.weights, again.weights, strict=True):
+        assert before.dtype == after.dtype
+        np.testing.assert_array_equal(keras.ops.convert_to_numpy(before), keras.ops.convert_to_numpy(after))
 
 
 def test_a_new_process_without_torch_gives_the_same_outputs(

@@ -22,15 +22,19 @@ ARCHITECTURES = ("lenet5", "resnet8", "mobilenet_small")
 Digits = tuple[np.ndarray, np.ndarray]
 
 
-@pytest.mark.parametrize("wbits", [1, 2, 4, 8])
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.pairwise(
+    arch=ARCHITECTURES,
+    wbits=[1, 2, 4, 8],
+    granularity=["tensor", "channel"],
+    storage=["table", "int2"],
+)
 def test_no_code_differs_between_keras_onnxruntime_and_torch(
-    written: Callable[..., Any], digits: Digits, arch: str, wbits: int
+    written: Callable[..., Any], digits: Digits, arch: str, wbits: int, granularity: str, storage: str
 ) -> None:
-    deployment = written(arch, wbits)
+    deployment = written(arch, wbits, granularity=granularity, storage=storage)
     images = digits[0] if wbits == 2 else digits[0][::4]  # benchmarks/keras_parity.py takes all
     outputs, codes = run_with_codes(load_onnx(deployment.path), images, batch=250)
-    ours, torch_codes = parity.run_with_codes(deployment.lowered, [torch.from_numpy(images)])
+    lowered, torch_codes = parity.run_with_codes(deployment.lowered, [torch.from_numpy(images)])
     tensors = deployment.exported.code_tensors
     values = runtime.outputs(deployment.path, [*tensors.values(), "logits"], {"input": images}, batch=250)
     assert set(codes) == set(tensors)
@@ -40,16 +44,12 @@ def test_no_code_differs_between_keras_onnxruntime_and_torch(
         np.testing.assert_array_equal(codes[name], torch_codes[name].numpy(), err_msg=name)
         assert len(np.unique(codes[name])) > 10
     np.testing.assert_array_equal(outputs[0], values["logits"])
-    np.testing.assert_array_equal(outputs[0], ours[0].numpy())
+    np.testing.assert_array_equal(outputs[0], lowered[0].numpy())
 
 
-@pytest.mark.parametrize(
-    "options", [{"granularity": "channel"}, {"storage": "int2"}, {"wbits": 3}, {"wbits": 7}]
-)
-def test_other_grids_and_storages(
-    written: Callable[..., Any], digits: Digits, options: dict[str, Any]
-) -> None:
-    deployment = written("resnet8", **{"wbits": 2, **options})
+@pytest.mark.parametrize("wbits", [3, 7])
+def test_other_widths(written: Callable[..., Any], digits: Digits, wbits: int) -> None:
+    deployment = written("resnet8", wbits)
     images = digits[0][:100]
     outputs, _ = run_with_codes(load_onnx(deployment.path), images)
     expected = next(iter(runtime.run(runtime.session(deployment.path), images).values()))
@@ -60,9 +60,9 @@ def test_other_grids_and_storages(
 def test_float_activations(written: Callable[..., Any], digits: Digits, arch: str) -> None:
     deployment = written(arch, 2, abits=32)
     images = digits[0][:200]
-    ours = load_onnx(deployment.path).predict(channels_last(images), verbose=0)
+    actual = load_onnx(deployment.path).predict(channels_last(images), verbose=0)
     expected = next(iter(runtime.run(runtime.session(deployment.path), images).values()))
-    assert np.abs(ours - expected).max() <= 1e-4 * np.abs(expected).max()
+    assert np.abs(actual - expected).max() <= 1e-4 * np.abs(expected).max()
 
 
 def test_the_model_is_an_ordinary_one(written: Callable[..., Any]) -> None:

@@ -79,8 +79,8 @@ def agreement(deployment: Any, inputs: np.ndarray, tolerance: float = 0.0) -> ke
     values = runtime.outputs(deployment.path, [*tensors.values(), "logits"], {"input": inputs})
     missing = [name for name in tensors if name not in codes and not name.endswith("_codes")]
     assert missing == []
-    for name, found in codes.items():
-        difference = np.abs(found.astype(int) - values[tensors[name]].astype(int))
+    for name, actual in codes.items():
+        difference = np.abs(actual.astype(int) - values[tensors[name]].astype(int))
         assert difference.max() <= (1 if tolerance else 0), name
     np.testing.assert_allclose(outputs[0], values["logits"], rtol=0, atol=tolerance)
     return model
