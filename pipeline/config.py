@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from ul2q.pipeline.errors import UsageError
-from ul2q.pipeline.quantize.registry import ACT_FITS, DEFAULT_QUANTIZER, GRANULARITIES, check_quantizer
+from ul2q.pipeline.quantize.choices import ACT_FITS, GRANULARITIES
+from ul2q.pipeline.quantize.registry import DEFAULT_QUANTIZER, check_quantizer
 
 OPTIMIZERS = ("kfac", "sgd", "adam")
 STORAGES = ("table", "int2")

@@ -6,12 +6,15 @@ import ast
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -157,3 +160,22 @@ def test_wheel_and_sdist_hold_every_module(tmp_path: Path) -> None:
     assert "report.html.j2" in templates
     assert {"ul2q/py.typed", *(f"ul2q/pipeline/report/{name}" for name in templates)} <= set(names)
     assert all(name.startswith(("ul2q/", "ul2q-")) for name in names)
+
+
+def test_no_modules_import_each_other() -> None:
+    """Imports form no cycle, those within functions and for type checking included."""
+    graph = grimp.build_graph("ul2q", exclude_type_checking_imports=False, cache_dir=None)
+    order = TopologicalSorter(
+        {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    )
+    assert len(list(order.static_order())) == len(graph.modules)
+
+
+def test_the_page_of_the_architecture_is_up_to_date() -> None:
+    table = runpy.run_path(str(ROOT / "tests" / "architecture_table.py"))
+    text = table["PAGE"].read_text(encoding="utf-8")
+    assert table["page"]() == text, "run make docs"
+    assert len(table["layers"]()) <= 10
+    named = re.findall(r"`((?:pipeline|exporters|runtimes|models|tests)/[\w/.]+)`", text)
+    assert len(named) > 20
+    assert [path for path in named if not (ROOT / path).exists() and not (ROOT / f"{path}.py").exists()] == []

@@ -1,6 +1,6 @@
-"""The choices of a quantisation: weight quantisers, granularities, fits of activation ranges.
+"""Registry of the weight quantisers.
 
-Help texts, errors and `QuantConfig` read them, so that this module imports no numerical library. The
+Help texts, errors and `QuantConfig` read it, so that this module imports no numerical library. The
 arithmetic of a quantiser is loaded by its entry's ``rule``. A new quantiser is a file in
 `ul2q.pipeline.quantize.rules` and its entry in `QUANTIZERS`.
 """
@@ -15,9 +15,6 @@ from ul2q.pipeline.errors import UsageError
 
 if TYPE_CHECKING:
     from ul2q.pipeline.quantize.rules.rule import WeightRule
-
-GRANULARITIES: Final = ("tensor", "channel")
-ACT_FITS: Final = ("auto", "normal", "rectified", "minmax")
 
 
 @dataclass(frozen=True)
@@ -136,16 +133,6 @@ def check_quantizer(quantizer: str, k: int) -> None:
             f"{quantizer} has no {k}-bit weights: set `wbits` to {definition.width_range}, "
             "or use another `quantizer`"
         )
-
-
-def check_granularity(granularity: str) -> None:
-    """Check that a granularity exists.
-
-    Raises:
-        UsageError: it does not.
-    """
-    if granularity not in GRANULARITIES:
-        raise UsageError(f"granularity is {granularity!r}: use one of {', '.join(GRANULARITIES)}")
 
 
 def quantizer_help() -> str:

@@ -12,6 +12,7 @@ import pytest
 from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.quantize import registry
+from ul2q.pipeline.quantize.choices import GRANULARITIES
 from ul2q.pipeline.quantize.grid import dequantize, integer_weight
 from ul2q.pipeline.quantize.registry import QUANTIZERS, Quantizer, check_quantizer, quantizer_help
 from ul2q.pipeline.quantize.rules.bwn import BinaryWeights
@@ -21,7 +22,7 @@ DOCS = Path(__file__).parents[3] / "docs" / "quantizers.md"
 CASES = [(name, k) for name, quantizer in QUANTIZERS.items() for k in quantizer.widths]
 
 
-@pytest.mark.parametrize("granularity", registry.GRANULARITIES)
+@pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize(("name", "k"), CASES)
 def test_every_entry_quantises_to_codes_on_its_grid(name: str, k: int, granularity: str) -> None:
     rng = np.random.default_rng(k)

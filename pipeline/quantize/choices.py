@@ -1,0 +1,20 @@
+"""Granularities of a weight quantiser, and fits of activation ranges."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ul2q.pipeline.errors import UsageError
+
+GRANULARITIES: Final = ("tensor", "channel")
+ACT_FITS: Final = ("auto", "normal", "rectified", "minmax")
+
+
+def check_granularity(granularity: str) -> None:
+    """Check that a granularity exists.
+
+    Raises:
+        UsageError: it does not.
+    """
+    if granularity not in GRANULARITIES:
+        raise UsageError(f"granularity is {granularity!r}: use one of {', '.join(GRANULARITIES)}")
