@@ -200,47 +200,47 @@ def collect(folder: Path) -> dict[str, dict[str, list[str]]]:
         SystemExit: a mark names an unknown kind or outcome.
     """
     known = {kind for kinds in KINDS.values() for kind in kinds}
-    found: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    links: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for path in sorted(folder.rglob("test_*.py")):
         for kind, outcome, name in marks_of(path):
             where = f"{path.relative_to(folder)}::{name}"
             if kind not in known or outcome not in OUTCOMES:
                 sys.exit(f"{where}: no kind {kind!r} with outcome {outcome!r} in tests/inputs_table.py")
             link = f"[{name.removeprefix('test_')}](../tests/{path.relative_to(folder).as_posix()})"
-            if link not in found[kind][outcome]:
-                found[kind][outcome].append(link)
-    return found
+            if link not in links[kind][outcome]:
+                links[kind][outcome].append(link)
+    return links
 
 
-def page(found: dict[str, dict[str, list[str]]]) -> str:
+def page(links: dict[str, dict[str, list[str]]]) -> str:
     """Return the text of docs/inputs.md."""
     lines = [HEAD]
     for title, kinds in KINDS.items():
         lines += [f"## {title}\n", "| input | what becomes of it | tests |", "|:--|:--|:--|"]
         for kind, text in kinds.items():
-            rows = [(OUTCOMES[o], ", ".join(found[kind][o])) for o in OUTCOMES if found[kind][o]]
+            rows = [(OUTCOMES[o], ", ".join(links[kind][o])) for o in OUTCOMES if links[kind][o]]
             lines += [f"| {text} | {outcome} | {tests} |" for outcome, tests in rows]
         lines.append("")
     return "\n".join(lines)
 
 
-def missing(found: dict[str, dict[str, list[str]]]) -> list[str]:
+def missing(links: dict[str, dict[str, list[str]]]) -> list[str]:
     """Return the kinds that no test holds."""
-    return [kind for kinds in KINDS.values() for kind in kinds if not any(found[kind].values())]
+    return [kind for kinds in KINDS.values() for kind in kinds if not any(links[kind].values())]
 
 
 def main(arguments: list[str]) -> int:
     """Write the page, or with ``--check`` compare it."""
-    found = collect(ROOT / "tests")
-    text = page(found)
+    links = collect(ROOT / "tests")
+    text = page(links)
     if "--check" in arguments:
-        faults = [f"no test holds {kind!r}" for kind in missing(found)]
+        faults = [f"no test holds {kind!r}" for kind in missing(links)]
         if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text:
             faults.append("docs/inputs.md is not what the tests say: run make docs")
         print(*faults, sep="\n")
         return bool(faults)
     PAGE.write_text(text, encoding="utf-8")
-    print(f"written: {PAGE}; without a test: {', '.join(missing(found)) or 'none'}")
+    print(f"written: {PAGE}; without a test: {', '.join(missing(links)) or 'none'}")
     return 0
 
 

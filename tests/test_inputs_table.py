@@ -40,15 +40,15 @@ def test_of_nothing(): ...
 
 def test_marks_are_read_from_tests_and_their_parameters(table: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "test_x.py").write_text(SOURCE)
-    found = table.collect(tmp_path)
-    assert {kind: dict(outcomes) for kind, outcomes in found.items()} == {
+    links = table.collect(tmp_path)
+    assert {kind: dict(outcomes) for kind, outcomes in links.items()} == {
         "relu6": {"works": ["[clamps](../tests/test_x.py)"], "float": ["[clamps](../tests/test_x.py)"]},
         "silu": {"works": ["[clamps](../tests/test_x.py)"]},
     }
-    page = table.page(found)
+    page = table.page(links)
     assert "| ReLU6 and other clamps | works | [clamps](../tests/test_x.py) |" in page
     assert "| ReLU6 and other clamps | runs in float, with the reason |" in page
-    missing = table.missing(found)
+    missing = table.missing(links)
     assert "relu6" not in missing
     assert "gelu" in missing
 

@@ -11,6 +11,7 @@ import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
+from ul2q.pipeline.naming import unused_name
 from ul2q.pipeline.version import __version__
 
 #: metadata entry of a node with the scope that it belongs to
@@ -198,12 +199,9 @@ def _named(attribute: onnx.AttributeProto, name: str) -> onnx.AttributeProto:
 
 
 def _unique(name: str, taken: set[str]) -> str:
-    candidate, n = name, 1
-    while candidate in taken:
-        n += 1
-        candidate = f"{name}_{n}"
-    taken.add(candidate)
-    return candidate
+    unique = unused_name(name, taken)
+    taken.add(unique)
+    return unique
 
 
 def _rename_initializer(graph: ir.Graph, value: ir.Value, name: str) -> None:

@@ -13,7 +13,6 @@ from ul2q.pipeline.compression.calibrate import BatchNormChoice, calibrate, fit_
 from ul2q.pipeline.compression.finetune import EpochResult, finetune
 from ul2q.pipeline.compression.run import Run
 from ul2q.pipeline.data import Inputs, batches
-from ul2q.pipeline.errors import UsageError, quantity
 from ul2q.pipeline.graph.capture import Captured, capture
 from ul2q.pipeline.graph.input_types import adapt_inputs
 from ul2q.pipeline.graph.prepare import Prepared
@@ -40,27 +39,10 @@ def with_task(run: Run, captured: Captured) -> Run:
         UsageError: the network has no output for them.
     """
     run = replace(run, task=task_for(run.data, captured.module))
-    classes = run.data.num_classes
-    if run.loss is not default_loss or not run.data.labelled:
-        return run
-    with torch.no_grad():
-        outputs = captured.module(*run.example())
-    if classes is None:
-        output, mask = tuple(outputs.shape[1:]), (1, *run.data.shape[1:])
-        if output != mask:
-            raise UsageError(f"output shape {output} does not match mask shape {mask}")
-        return run
-    if run.metric is None and not (isinstance(outputs, Tensor) and outputs.ndim == 2):
-        shape = list(outputs.shape[1:]) if isinstance(outputs, Tensor) else quantity(len(outputs), "output")
-        raise UsageError(
-            f"accuracy needs one row of class scores a sample from the model, this one gives {shape}: "
-            "give samples without labels (.npy), then it is compared with the float network"
-        )
-    if isinstance(outputs, Tensor) and outputs.ndim == 2 and outputs.shape[1] < classes:
-        raise UsageError(
-            f"the labels go up to {classes - 1}, the network has {quantity(outputs.shape[1], 'output')}: "
-            "count classes from 0, or take the data it was trained on"
-        )
+    if run.loss is default_loss and run.data.labelled:
+        with torch.no_grad():
+            outputs = captured.module(*run.example())
+        run.task.check_outputs(outputs, run.data, measured=run.metric is None)
     return run
 
 

@@ -28,6 +28,7 @@ from ul2q.pipeline.graph.operators.registry import (
 from ul2q.pipeline.graph.prepare import LayerPlan, Prepared, Site, operands
 from ul2q.pipeline.graph.rebuild import assign, attribute
 from ul2q.pipeline.graph.torch_kernels import torch_operator
+from ul2q.pipeline.naming import unused_name
 from ul2q.pipeline.quantize.arithmetic import half_precision, round_bias
 from ul2q.pipeline.quantize.grid import (
     dequantize,
@@ -245,11 +246,9 @@ class _Lowering:
         self.code_formats[name] = out
 
     def _unused(self, name: str) -> str:
-        taken, candidate, n = dict(self.root.named_modules()), name, 1
-        while candidate in taken and type(taken[candidate]) is not nn.Module:
-            n += 1
-            candidate = f"{name}__{n}"
-        return candidate
+        # A plain Module only holds others: its place is free.
+        taken = {path for path, module in self.root.named_modules() if type(module) is not nn.Module}
+        return unused_name(name, taken, "__")
 
     # Sites
 

@@ -9,7 +9,7 @@ integer kernel reads them.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from ul2q.pipeline.graph.operators.registry import (
     weighted_operator,
 )
 from ul2q.pipeline.graph.rebuild import attribute, stack_path
+from ul2q.pipeline.naming import unused_name
 from ul2q.pipeline.quantize.fake import ActivationQuantizer, WeightQuantizer
 
 
@@ -212,7 +213,7 @@ class _Preparation:
                     plans[key] = self._plan(key, layers[key])
             elif new := [name for name in key if name not in counted]:
                 counted.update(new)
-                name = _unused(self._owner(new, readers[key][0]), {*plans, *layers})
+                name = unused_name(self._owner(new, readers[key][0]), {*plans, *layers}, "__")
                 plans[name] = self._plan_of_parameters(name, new, readers[key])
         return list(plans.values())
 
@@ -324,7 +325,7 @@ class _Preparation:
     def _insert(
         self, source: fx.Node, name: str, clip: tuple[float, float] | None, readers: list[fx.Node]
     ) -> fx.Node:
-        target = _unused("quantizer_" + name.replace(".", "_"), self.modules)
+        target = unused_name("quantizer_" + name.replace(".", "_"), self.modules, "__")
         module = ActivationQuantizer(name=name, fit=self.config.act_fit, clip=clip)
         self.module.add_submodule(target, module)
         # Inputs stay together at the top: node names would hide them otherwise.
@@ -346,7 +347,7 @@ class _Preparation:
         name = node_name(node)
         if node.op == "call_module" and not self._is_integer(node):
             name += ".output"
-        return _unused(name, self.names | sites)
+        return unused_name(name, self.names | sites, "__")
 
 
 def operands(node: fx.Node) -> list[fx.Node]:
@@ -368,14 +369,6 @@ def node_name(node: fx.Node) -> str:
 
 def _operator_name(node: fx.Node) -> str:
     return getattr(node.target, "__name__", str(node.target)).split(".")[0]
-
-
-def _unused(name: str, taken: Collection[str]) -> str:
-    candidate, n = name, 1
-    while candidate in taken:
-        n += 1
-        candidate = f"{name}__{n}"
-    return candidate
 
 
 def _elements_per_sample(node: fx.Node) -> int:

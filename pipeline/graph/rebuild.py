@@ -9,6 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
+from ul2q.pipeline.naming import unused_name
+
 aten = torch.ops.aten
 
 _CONVS: dict[Any, type[nn.Module]] = {
@@ -261,11 +263,7 @@ class LayerBuilder:
         self._swap(normalised, self.by_key[key], x)
 
     def _unique(self, name: str) -> str:
-        candidate, n = name, 1
-        while candidate in self.layers:
-            n += 1
-            candidate = f"{name}__{n}"
-        return candidate
+        return unused_name(name, self.layers, "__")
 
     def _swap(self, node: fx.Node, name: str, x: fx.Node) -> None:
         with self.graph.inserting_before(node):

@@ -150,8 +150,8 @@ def test_the_encoder_starts_from_a_file(cli: Any, folder: Path, tmp_path: Path) 
     train = ["train", "tinymap", "--data", folder, *options, "-o", tmp_path / "m.pt"]
     done = cli(*train, "--encoder-weights", tmp_path / "weights.pt")
     assert done.code == 0, done.err
-    found = torch.load(tmp_path / "m.pt", weights_only=True)["state_dict"]
-    torch.testing.assert_close(found["encoder.0.weight"], state["0.weight"])
+    weights = torch.load(tmp_path / "m.pt", weights_only=True)["state_dict"]
+    torch.testing.assert_close(weights["encoder.0.weight"], state["0.weight"])
     # what does not fit is listed, and nothing is loaded
     del state["1.bias"]
     torch.save(

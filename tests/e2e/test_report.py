@@ -68,9 +68,9 @@ def test_two_runs_are_compared(cli: Any, run: Path, other: Path, tmp_path: Path)
     assert "two-bits four-bits" in shown
     assert "compression 5.0× 2.5×" in shown
     assert "conv W2A8 → W4A8 24 → 48 – –" in shown
-    found = cli("report", run, other, "--json").json()
-    assert found["runs"] == ["two-bits", "four-bits"]
-    assert found["numbers"]["onnx_bytes"] == [200, 400]
+    comparison = cli("report", run, other, "--json").json()
+    assert comparison["runs"] == ["two-bits", "four-bits"]
+    assert comparison["numbers"]["onnx_bytes"] == [200, 400]
     page = tmp_path / "compare.html"
     cli("report", run, other, "-o", page, "--json").json()
     assert "<h1>two-bits → four-bits</h1>" in page.read_text()

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.naming import unused_name
 
 _RELU, _RELU6 = ("relu", "Relu"), ("relu6", "Relu6")
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
@@ -140,10 +141,7 @@ class Translator:
         """Return the result of ``module``; a layer that is called again keeps its module."""
         network, key = self.result.network, (id(layer), part)
         if key not in self.modules:
-            name, n = clean(f"{layer.name}{part}"), 1
-            while hasattr(network, name):
-                n += 1
-                name = f"{clean(layer.name + part)}_{n}"
+            name = unused_name(clean(f"{layer.name}{part}"), {*dir(network), *dict(network.named_children())})
             network.add_module(name, module)
             self.modules[key] = name
         network.calls.append((self.modules[key], tuple(s.index for s in sources)))

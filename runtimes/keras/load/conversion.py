@@ -10,6 +10,7 @@ import keras
 
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.graph.operators.definition import CodeFormat
+from ul2q.pipeline.naming import unused_name
 from ul2q.runtimes.keras.layers.activation_quantizer import EMAQuantizer
 from ul2q.runtimes.keras.load.network import Network, Operator
 
@@ -82,12 +83,9 @@ class Conversion:
     def unique(self, name: str) -> str:
         """Return ``name`` as Keras takes it, and as no other layer has it."""
         clean = "".join(c if c.isalnum() or c in "_-" else "_" for c in name).strip("_") or "layer"
-        candidate, n = clean, 1
-        while candidate in self.names:
-            n += 1
-            candidate = f"{clean}_{n}"
-        self.names.add(candidate)
-        return candidate
+        unique = unused_name(clean, self.names)
+        self.names.add(unique)
+        return unique
 
     def value(self, operator: Operator, i: int = 0) -> Value:
         """Return the input ``i`` of ``operator``.

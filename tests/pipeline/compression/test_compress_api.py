@@ -179,8 +179,8 @@ def broken_weights() -> nn.Module:
         (network, X[:0], "no samples"),
         (broken_weights, X, "weights that are not finite: 5.weight (1 NaN, 1 infinite of 288)"),
         (lambda: nn.Sequential(nn.Flatten(), nn.ReLU()), X, "nothing to quantise"),
-        (Several, (X, Y), "class scores a sample from the model, this one gives 2 outputs: give samples"),
-        (lambda: nn.Conv2d(1, 3, 3), (X, Y), "from the model, this one gives [3, 4, 4]: give samples"),
+        (Several, (X, Y), "logits of shape [N, classes] from the model, this one returns 2 outputs"),
+        (lambda: nn.Conv2d(1, 3, 3), (X, Y), "the model, this one returns shape [N, 3, 4, 4]: give samples"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_said_in_one_line(make: Callable[[], nn.Module], data: Any, message: str) -> None:

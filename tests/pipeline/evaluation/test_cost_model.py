@@ -125,9 +125,9 @@ def test_paper_count_gives_the_figures_of_the_paper(
         "cifarnet": (85_098, 43_114),
         "mobilenet_v2": (3_470_760, 6_679_112),
     }
-    found = cost_model.paper_count(*counts[name], wbits, abits)
-    assert storage is None or f"{found.storage_bytes / 1000:.2f}" == storage
-    assert runtime is None or f"{found.runtime_bytes / 1000:.2f}" == runtime
+    count = cost_model.paper_count(*counts[name], wbits, abits)
+    assert storage is None or f"{count.storage_bytes / 1000:.2f}" == storage
+    assert runtime is None or f"{count.runtime_bytes / 1000:.2f}" == runtime
 
 
 @pytest.mark.parametrize("name", ["lenet5", "cifarnet"])

@@ -384,10 +384,10 @@ def trained() -> tuple[dict[str, Any], nn.Module]:
 
 def test_training_the_graph_equals_training_the_model(trained: tuple[dict[str, Any], nn.Module]) -> None:
     expected, captured = trained
-    found = train(copy_graph(captured))
-    assert equal(found["losses"], expected["losses"])
-    assert found["state"].keys() == expected["state"].keys()
-    differing = [k for k, v in expected["state"].items() if not torch.equal(found["state"][k], v)]
+    actual = train(copy_graph(captured))
+    assert equal(actual["losses"], expected["losses"])
+    assert actual["state"].keys() == expected["state"].keys()
+    differing = [k for k, v in expected["state"].items() if not torch.equal(actual["state"][k], v)]
     assert differing == []
 
 

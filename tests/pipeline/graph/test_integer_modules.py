@@ -93,8 +93,8 @@ def test_convolution_equals_integer_loops(name: str, k: int, granularity: str) -
         weighted.CONV, weight, bias, source, out,
         {"stride": stride, "pads": pads, "dilation": dilation, "groups": groups},
     )  # fmt: skip
-    found = layer(torch.from_numpy(codes)).numpy()
-    np.testing.assert_array_equal(found, expected)
+    result = layer(torch.from_numpy(codes)).numpy()
+    np.testing.assert_array_equal(result, expected)
 
 
 @pytest.mark.parametrize("shape", [(3, 20), (2, 3, 20), (2, 1, 3, 20), (20,)])
@@ -108,10 +108,10 @@ def test_linear_map_equals_integer_products(shape: tuple[int, ...], k: int, gran
     w = (weight.stored.astype(np.int64) - weight.grid.zero_point).T
     total = codes.astype(np.int64).reshape(-1, 20) @ w + bias
     expected = codes_of(total, source.scale, weight.scale, out).reshape(*shape[:-1], 9)
-    found = integer_modules.IntegerLayer(weighted.LINEAR, weight, bias, source, out, {})(
+    result = integer_modules.IntegerLayer(weighted.LINEAR, weight, bias, source, out, {})(
         torch.from_numpy(codes)
     ).numpy()
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(result, expected)
 
 
 def test_long_sums_stay_exact() -> None:
@@ -204,7 +204,7 @@ def test_broadcast_additions_round_as_the_runtime_does(
     formats, pairs = order_matters
     for a_code, b_code in pairs:
         a, b = np.full(of_a, a_code, np.uint8), np.full(of_b, b_code, np.uint8)
-        found = integer_modules.IntegerFunction(elementwise.ADD, formats[:2], formats[2], {})(
+        result = integer_modules.IntegerFunction(elementwise.ADD, formats[:2], formats[2], {})(
             torch.from_numpy(a), torch.from_numpy(b)
         ).numpy()
-        np.testing.assert_array_equal(found, run_add(a, b, formats))
+        np.testing.assert_array_equal(result, run_add(a, b, formats))

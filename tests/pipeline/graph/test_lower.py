@@ -87,7 +87,7 @@ def check_layers(prepared: Prepared, lowered: Lowered, inputs: Sequence[Tensor])
             factor = factor if norm.weight is None else factor * norm.weight.detach().double()
         step, zero_point = module.out
         exact = y.clamp(-zero_point * step, (255 - zero_point) * step)
-        found = (out.double() - zero_point) * step
+        deployment = (out.double() - zero_point) * step
         unit = torch.from_numpy(np.abs(weight.scale) * module.source.scale).double()
         rounding = 2.0**-22 * (size * factor.abs().reshape(axis) + y.abs() + 255 * step)
         bound = step / 2 + unit.reshape(axis) / 2 + rounding
@@ -96,7 +96,7 @@ def check_layers(prepared: Prepared, lowered: Lowered, inputs: Sequence[Tensor])
         constant = list(weight.constant_channels)
         if constant:  # what they leave out is as small as their reason says
             bound[:, constant] += (size * factor.abs().reshape(axis))[:, constant]
-        assert bool(((found - exact).abs() <= bound).all()), name
+        assert bool(((deployment - exact).abs() <= bound).all()), name
 
 
 def check_stored(lowered: Lowered, prepared: Prepared) -> None:
@@ -178,22 +178,22 @@ def test_awkward_weights_give_the_nearest_codes_in_torch_and_in_the_file(
     deploy: Any, captured_awkward: tuple[Any, list[Tensor]], k: int, granularity: str
 ) -> None:
     captured, inputs = captured_awkward
-    found = deploy(captured, inputs, wbits=k, granularity=granularity)
-    check_stored(found.lowered, found.prepared)
-    check_layers(found.prepared, found.lowered, inputs)
-    parity = found.verify()
+    deployment = deploy(captured, inputs, wbits=k, granularity=granularity)
+    check_stored(deployment.lowered, deployment.prepared)
+    check_layers(deployment.prepared, deployment.lowered, inputs)
+    parity = deployment.verify()
     assert (parity.differing_codes, parity.max_abs) == (0, 0)
     assert parity.sites == 2 + len(weights())  # and the input, whole and cut
     # A channel is constant where its weights vanish beside the bias, and only there.
-    constants = {w.layer.split(".")[1]: len(w.constant_channels) for w in found.lowered.weights.values()}
+    constants = {w.layer.split(".")[1]: len(w.constant_channels) for w in deployment.lowered.weights.values()}
     assert {name: n for name, n in constants.items() if n} == {"tiny": 6, "vanishing": 6}
-    assert constant_channels(found.lowered.weights) == [
+    assert constant_channels(deployment.lowered.weights) == [
         f"layers.{name}: 6 of 6 output channels are constant: their scale is 0 or vanishes beside the bias"
         for name in ("tiny", "vanishing")
     ]
     real = {
-        w.layer.split(".")[1]: found.prepared.module.get_submodule(w.layer).weight
-        for w in found.lowered.weights.values()
+        w.layer.split(".")[1]: deployment.prepared.module.get_submodule(w.layer).weight
+        for w in deployment.lowered.weights.values()
     }
     assert torch.equal(real["zero"], weights()["zero"])
     assert torch.equal(real["constant"], weights()["constant"])
@@ -291,11 +291,12 @@ def test_many_channels_have_scales_and_biases_of_sixteen_bits(deploy: Any, k: in
     nn.init.uniform_(norm.weight, 0.5, 2.0)
     nn.init.normal_(norm.bias)
     norm.weight.data[5], norm.weight.data[6] = 0.0, -1.0
-    found = deploy(model.eval(), [torch.randn(16, 3, 8, 8)], wbits=k, granularity=granularity)
-    check_layers(found.prepared, found.lowered, found.inputs)
-    assert found.verify().differing_codes == 0
+    deployment = deploy(model.eval(), [torch.randn(16, 3, 8, 8)], wbits=k, granularity=granularity)
+    check_layers(deployment.prepared, deployment.lowered, deployment.inputs)
+    assert deployment.verify().differing_codes == 0
     types = {
-        t.name: helper.tensor_dtype_to_np_dtype(t.data_type) for t in onnx.load(found.path).graph.initializer
+        t.name: helper.tensor_dtype_to_np_dtype(t.data_type)
+        for t in onnx.load(deployment.path).graph.initializer
     }
     assert {types[f"{name}.weight_scale"] for name in ("0", "3", "6")} == {np.dtype(np.float16)}
     assert {types[f"{name}.bias"] for name in ("0", "3", "6")} == {np.dtype(np.int16)}
@@ -305,9 +306,9 @@ def test_float_activations_fold_the_same_batch_norms(prepared_norms: tuple[Any, 
     captured, inputs = prepared_norms
     prepared = keep_statistics(captured, inputs, wbits=3, granularity="channel", abits=32)
     lowered = lower(prepared)
-    found = lowered.module(inputs[0])
+    deployment = lowered.module(inputs[0])
     expected = prepared.module.eval().double()(inputs[0].double()).detach()
-    assert float((found - expected).abs().max() / expected.abs().max()) < 2e-6
+    assert float((deployment - expected).abs().max() / expected.abs().max()) < 2e-6
     assert lowered.float_operators == ("conv", "relu", "grouped", "view", "linear")
     assert lowered.output_scales == (None,)
     assert {w.layer: w.folded_norm for w in lowered.weights.values()} == {
@@ -338,12 +339,14 @@ def test_awkward_activations_give_the_nearest_codes_in_torch_and_in_the_file(dep
     torch.manual_seed(6)
     layers = nn.ModuleList(nn.Linear(4, 3, bias=i % 2 == 0) for i in range(len(kinds)))
     net = Net(lambda s, *xs: [layer(x) for layer, x in zip(s.layers, xs, strict=True)], layers=layers)
-    found = deploy(net, list(kinds.values()), wbits=8)
-    check_layers(found.prepared, found.lowered, found.inputs)
-    parity = found.verify()
+    deployment = deploy(net, list(kinds.values()), wbits=8)
+    check_layers(deployment.prepared, deployment.lowered, deployment.inputs)
+    parity = deployment.verify()
     assert (parity.differing_codes, parity.sites) == (0, 2 * len(kinds))
-    scales = dict(zip(kinds, found.lowered.code_formats.values(), strict=False))
-    formats = {kind: found.lowered.module.get_submodule(f"layers.{i}").source for i, kind in enumerate(kinds)}
+    scales = dict(zip(kinds, deployment.lowered.code_formats.values(), strict=False))
+    formats = {
+        kind: deployment.lowered.module.get_submodule(f"layers.{i}").source for i, kind in enumerate(kinds)
+    }
     assert formats["zero"].scale > 0
     for kind, values in kinds.items():
         low, high = min(float(values.min()), 0.0), max(float(values.max()), 0.0)

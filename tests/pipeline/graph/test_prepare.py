@@ -42,30 +42,30 @@ def prepared(run: Callable[..., Any], names: str = "", options: Any = None, **me
     return prepare(capture(Net(run, names, **members), [X]), config)
 
 
-def sites(found: Prepared) -> dict[str, str]:
+def sites(result: Prepared) -> dict[str, str]:
     """Return the operator in front of each site: what is rounded there."""
-    nodes = {node.name: node for node in found.module.graph.nodes}
+    nodes = {node.name: node for node in result.module.graph.nodes}
     names = {}
-    for site in found.sites:
+    for site in result.sites:
         (source,) = nodes[site.node].all_input_nodes
         target = getattr(source.target, "__name__", source.target)
         names[site.name] = str(target).removesuffix(".default")
     return names
 
 
-def clips(found: Prepared) -> dict[str, Any]:
-    return {site.name: quantizer.clip for site, quantizer in found.quantizers()}
+def clips(result: Prepared) -> dict[str, Any]:
+    return {site.name: quantizer.clip for site, quantizer in result.quantizers()}
 
 
 def test_clamps_and_batch_norms_are_fused_in_front_of_the_site() -> None:
-    found = prepared(
+    result = prepared(
         lambda s, x: s.d(F.hardtanh(s.c(F.relu6(s.bn(s.b(F.relu(s.a(x)))))))), "a b c d", bn=nn.BatchNorm2d(4)
     )
-    assert sites(found) == {"inputs_0": "inputs_0", "a": "relu", "b": "relu6", "c": "hardtanh", "d": "d"}
-    assert clips(found) == {
+    assert sites(result) == {"inputs_0": "inputs_0", "a": "relu", "b": "relu6", "c": "hardtanh", "d": "d"}
+    assert clips(result) == {
         "inputs_0": None, "a": (0.0, float("inf")), "b": (0.0, 6.0), "c": (-1.0, 1.0), "d": None,
     }  # fmt: skip
-    assert [(s.anchor, s.batch_norm) for s in found.sites] == [
+    assert [(s.anchor, s.batch_norm) for s in result.sites] == [
         (None, None), ("a", None), ("b", "bn"), ("c", None), ("d", None),
     ]  # fmt: skip
 
@@ -76,8 +76,8 @@ def test_a_value_that_is_read_before_the_clamp_is_rounded_before_it() -> None:
         return F.relu(y) + y + F.relu(z) + z
 
     # ReLU works on the codes then, so that it needs no site of its own.
-    found = prepared(run, "a b", norm=nn.BatchNorm2d(4))
-    assert sites(found) == {
+    result = prepared(run, "a b", norm=nn.BatchNorm2d(4))
+    assert sites(result) == {
         "inputs_0": "inputs_0", "a": "a", "b": "norm", "add": "add.Tensor", "add__2": "add.Tensor",
         "add__3": "add.Tensor",
     }  # fmt: skip
@@ -88,11 +88,11 @@ def test_a_batch_norm_whose_layer_is_read_elsewhere_stays_in_float() -> None:
         y = s.a(x)
         return s.b(s.norm(y)) + y
 
-    found = prepared(run, "a b", norm=nn.BatchNorm2d(4))
-    assert sites(found) == {
+    result = prepared(run, "a b", norm=nn.BatchNorm2d(4))
+    assert sites(result) == {
         "inputs_0": "inputs_0", "a": "a", "norm.output": "norm", "b": "b", "add": "add.Tensor",
     }  # fmt: skip
-    plan = {layer.name: (layer.quantized, layer.reason) for layer in found.layers}
+    plan = {layer.name: (layer.quantized, layer.reason) for layer in result.layers}
     assert plan["norm"] == (False, "BatchNorm2d stands behind no quantised layer that could absorb it")
 
 
@@ -105,8 +105,8 @@ def test_integer_operators_have_sites_and_moving_ones_have_none() -> None:
         y = F.relu(y + s.b(y))
         return s.head(F.adaptive_avg_pool2d(y, 1).flatten(1).unsqueeze(1).squeeze(1))
 
-    found = prepared(run, "a b", drop=nn.Dropout(), head=nn.Linear(4, 3))
-    assert sites(found) == {
+    result = prepared(run, "a b", drop=nn.Dropout(), head=nn.Linear(4, 3))
+    assert sites(result) == {
         "inputs_0": "inputs_0", "a": "a", "cat": "cat", "mul": "mul.Tensor", "b": "b", "add": "relu",
         "adaptive_avg_pool2d": "adaptive_avg_pool2d", "head": "head",
     }  # fmt: skip
@@ -114,8 +114,8 @@ def test_integer_operators_have_sites_and_moving_ones_have_none() -> None:
 
 @pytest.mark.case("silu", outcome="works")
 def test_an_activation_that_is_a_chain_has_a_site_for_each_part() -> None:
-    found = prepared(lambda s, x: s.b(F.silu(s.a(x))), "a b")
-    assert sites(found) == {
+    result = prepared(lambda s, x: s.b(F.silu(s.a(x))), "a b")
+    assert sites(result) == {
         "inputs_0": "inputs_0", "a": "a", "sigmoid": "sigmoid", "mul": "mul.Tensor", "b": "b"
     }  # fmt: skip
 
@@ -126,8 +126,8 @@ def test_float_values_are_rounded_once_and_only_where_integers_read_them() -> No
         y = y + s.b(y) + s.c(y)
         return torch.tanh(y)  # read by nothing: no site behind it
 
-    found = prepared(run, "a b c")
-    assert sites(found) == {
+    result = prepared(run, "a b c")
+    assert sites(result) == {
         "inputs_0": "inputs_0", "a": "a", "hardswish": "hardswish", "b": "b", "add": "add.Tensor", "c": "c",
         "add__2": "add.Tensor",
     }  # fmt: skip
@@ -138,8 +138,8 @@ def test_constants_are_not_quantised_as_activations() -> None:
     def run(s: Any, x: Tensor) -> Tensor:
         return s.a(x) * s.gain.exp().unsqueeze(1) + s.gain[:, None]
 
-    found = prepared(run, "a", gain=nn.Parameter(torch.ones(4, 1)))
-    assert sites(found) == {"inputs_0": "inputs_0", "a": "a"}
+    result = prepared(run, "a", gain=nn.Parameter(torch.ones(4, 1)))
+    assert sites(result) == {"inputs_0": "inputs_0", "a": "a"}
 
 
 def test_names_of_sites_do_not_hide_layers_or_each_other() -> None:
@@ -147,36 +147,36 @@ def test_names_of_sites_do_not_hide_layers_or_each_other() -> None:
         y = s.add(x) + s.a.b_c(x) + s.a_b.c(x)
         return s.last(s.add(y.half().float()))
 
-    found = prepared(
+    result = prepared(
         run,
         "add last",
         a=nn.ModuleDict({"b_c": nn.Conv2d(4, 4, 1)}),
         a_b=nn.ModuleDict({"c": nn.Conv2d(4, 4, 1)}),
     )
-    quantizers = [quantizer for _, quantizer in found.quantizers()]
-    assert len(set(map(id, quantizers))) == len(found.sites)
-    names = [site.name for site in found.sites]
+    quantizers = [quantizer for _, quantizer in result.quantizers()]
+    assert len(set(map(id, quantizers))) == len(result.sites)
+    names = [site.name for site in result.sites]
     assert names == [
         "inputs_0", "add", "a.b_c", "add__2", "a_b.c", "add__3", "_to_copy", "add__4", "last",
     ]  # fmt: skip
-    assert {site.anchor: site.name for site in found.sites}["add"] == "add"
+    assert {site.anchor: site.name for site in result.sites}["add"] == "add"
 
 
 def test_float_activations_need_no_sites() -> None:
-    found = prepared(lambda s, x: s.b(F.relu(s.a(x))), "a b", {"abits": 32})
-    assert found.sites == ()
-    assert all(parametrize.is_parametrized(found.module.get_submodule(n), "weight") for n in "ab")
+    result = prepared(lambda s, x: s.b(F.relu(s.a(x))), "a b", {"abits": 32})
+    assert result.sites == ()
+    assert all(parametrize.is_parametrized(result.module.get_submodule(n), "weight") for n in "ab")
 
 
 def test_quantisers_of_weights_and_activations_take_the_configuration() -> None:
     options = {"granularity": "channel", "act_fit": "minmax"}
-    found = prepared(lambda s, x: s.t(s.a(x)), "a", options, t=nn.ConvTranspose2d(4, 4, 2, 2))
-    quantizers = {n: found.module.get_submodule(n).parametrizations.weight[0] for n in ("a", "t")}
+    result = prepared(lambda s, x: s.t(s.a(x)), "a", options, t=nn.ConvTranspose2d(4, 4, 2, 2))
+    quantizers = {n: result.module.get_submodule(n).parametrizations.weight[0] for n in ("a", "t")}
     assert {n: (q.k, q.granularity) for n, q in quantizers.items()} == {
         "a": (2, "channel"),
         "t": (2, "tensor"),
     }
-    assert {quantizer.fit for _, quantizer in found.quantizers()} == {"minmax"}
+    assert {quantizer.fit for _, quantizer in result.quantizers()} == {"minmax"}
 
 
 def test_the_captured_graph_is_left_as_it_was_and_quantisers_start_off(
@@ -185,15 +185,15 @@ def test_the_captured_graph_is_left_as_it_was_and_quantisers_start_off(
     model = randomise(Net(lambda s, x: s.b(F.relu(s.norm(s.a(x)))), "a b", norm=nn.BatchNorm2d(4)))
     captured = capture(model, [X])
     before = str(captured.module.graph)
-    found = prepare(captured, QuantConfig(wbits=8))
+    result = prepare(captured, QuantConfig(wbits=8))
     assert str(captured.module.graph) == before
     assert not parametrize.is_parametrized(captured.module.get_submodule("a"))
-    set_activations(found, "off")
+    set_activations(result, "off")
     for name in "ab":  # with the float weights back, the prepared graph computes what the model computes
         parametrize.remove_parametrizations(
-            found.module.get_submodule(name), "weight", leave_parametrized=False
+            result.module.get_submodule(name), "weight", leave_parametrized=False
         )
-    assert torch.equal(found.module(X), model(X))
+    assert torch.equal(result.module(X), model(X))
 
 
 # The plan
@@ -246,10 +246,10 @@ def everything() -> Captured:
 @pytest.mark.case("attention", outcome="works")
 @pytest.mark.case("unused-layer", outcome="works")
 def test_every_layer_with_parameters_is_in_the_plan_once_with_its_reason(everything: Captured) -> None:
-    found = prepare(everything, QuantConfig(wbits=2))
+    result = prepare(everything, QuantConfig(wbits=2))
     own = {
         name: (layer.op, layer.parameters, layer.outputs, layer.quantized, layer.reason)
-        for name, layer in ((layer.name, layer) for layer in found.layers)
+        for name, layer in ((layer.name, layer) for layer in result.layers)
     }
     in_float = "uses its parameters in float"
     weights_only = "quantised weights, float arithmetic: transposed convolution has no integer kernel"
@@ -271,7 +271,7 @@ def test_every_layer_with_parameters_is_in_the_plan_once_with_its_reason(everyth
         "mix2_linear": ("Linear", 12, 21, True, None),
     }  # fmt: skip
     # What is in no row: the norm that was folded, and the layer that is not used.
-    counted = sum(layer.parameters for layer in found.layers)
+    counted = sum(layer.parameters for layer in result.layers)
     assert counted + 2 * 4 + 6 == sum(p.numel() for p in Everything().parameters())
     folded = "its computed weight was folded into a plain weight"
     assert sorted(everything.notes) == [
@@ -301,8 +301,8 @@ class Tokens(nn.Module):
 
 def test_parameters_are_called_as_the_user_calls_them_and_counted_once() -> None:
     torch.manual_seed(0)
-    found = prepare(capture(Tokens().eval(), [torch.randn(2, 3, 4)]), QuantConfig(wbits=2))
-    plan = {layer.name: (layer.op, layer.parameters, layer.outputs, layer.reason) for layer in found.layers}
+    result = prepare(capture(Tokens().eval(), [torch.randn(2, 3, 4)]), QuantConfig(wbits=2))
+    plan = {layer.name: (layer.op, layer.parameters, layer.outputs, layer.reason) for layer in result.layers}
     assert plan == {
         "start": ("expand", 4, 20, "expand uses its parameters in float"),
         # what reads it, not the index and the view in between: they compute constants
@@ -315,15 +315,15 @@ def test_parameters_are_called_as_the_user_calls_them_and_counted_once() -> None
 
 
 def test_excluded_layers_stay_in_float_with_their_norms(everything: Captured) -> None:
-    found = prepare(everything, QuantConfig(wbits=2, exclude=("stem.*", "attention.*_proj")))
-    plan = {layer.name: layer for layer in found.layers}
+    result = prepare(everything, QuantConfig(wbits=2, exclude=("stem.*", "attention.*_proj")))
+    plan = {layer.name: layer for layer in result.layers}
     excluded = [name for name, layer in plan.items() if layer.reason == "excluded by the configuration"]
     assert excluded == ["stem.0", "attention.in_proj", "attention.out_proj"]
     assert not any(plan[name].quantized for name in excluded)
     assert plan["stem.1"].reason == "BatchNorm2d stands behind no quantised layer that could absorb it"
     expected = ["add", "twice", "twice__2", "mul", "mix_linear", "mix2_linear"]
-    assert [site.name for site in found.sites] == expected
-    weighted = {n for n, m in found.module.named_modules() if parametrize.is_parametrized(m, "weight")}
+    assert [site.name for site in result.sites] == expected
+    weighted = {n for n, m in result.module.named_modules() if parametrize.is_parametrized(m, "weight")}
     assert weighted == {"up", "twice", "mix_linear", "mix2_linear"}
 
 

@@ -87,19 +87,19 @@ def test_programs_have_their_layers_and_outputs(model: Any, tmp_path: Path, save
     path = tmp_path / "model.pt2"
     save(model, path)
     loaded = load_checkpoint(path, trust_pickle=True).model
-    found = capture(loaded, [X[:1]])
-    assert found.input_names == ("input",)
+    result = capture(loaded, [X[:1]])
+    assert result.input_names == ("input",)
     with torch.no_grad():
-        torch.testing.assert_close(found.module(X), model(X), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(result.module(X), model(X), rtol=1e-5, atol=1e-5)
     layers = {
-        n: type(m) for n, m in found.module.named_modules() if isinstance(m, nn.Module) and "." not in n
+        n: type(m) for n, m in result.module.named_modules() if isinstance(m, nn.Module) and "." not in n
     }
     kinds = {nn.Conv2d: 2, nn.ConvTranspose2d: 1, nn.Linear: 2}
     assert {kind: list(layers.values()).count(kind) for kind in kinds} == kinds
     if save is not frozen:  # whose tensors have no names
         names = {"conv": nn.Conv2d, "norm": nn.BatchNorm2d, "up": nn.ConvTranspose2d, "head": nn.Linear}
         assert {name: layers[name] for name in names} == names
-        assert torch.equal(found.module.get_submodule("conv").weight, model.conv.weight)
+        assert torch.equal(result.module.get_submodule("conv").weight, model.conv.weight)
 
 
 @pytest.mark.parametrize(
@@ -134,8 +134,8 @@ def test_layers_called_twice_are_one_layer(tmp_path: Path) -> None:
             return self.conv(F.relu(self.conv(x)))
 
     exported(Twice().eval(), tmp_path / "model.pt2")
-    found = capture(load_checkpoint(tmp_path / "model.pt2", trust_pickle=True).model, [X])
-    assert [n.target for n in found.module.graph.nodes if n.op == "call_module"] == ["conv", "conv"]
+    result = capture(load_checkpoint(tmp_path / "model.pt2", trust_pickle=True).model, [X])
+    assert [n.target for n in result.module.graph.nodes if n.op == "call_module"] == ["conv", "conv"]
 
 
 class Fixed(nn.Module):

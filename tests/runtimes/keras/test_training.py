@@ -66,10 +66,10 @@ def test_ten_thousand_tensors_have_equal_codes_steps_and_offsets(seed: int, k: i
     np.testing.assert_array_equal(numpy(beta), expected[1].numpy())
     codes = ul2q.codes(ours, alpha, beta, k, 0, ops)
     np.testing.assert_array_equal(numpy(codes), ul2q.codes(theirs, *expected, k, 0, torch).numpy())
-    q, found = grid.quantize_weight(ours, k, "channel", 0, ops)
+    q, result = grid.quantize_weight(ours, k, "channel", 0, ops)
     q_torch, found_torch = grid.quantize_weight(theirs, k, "channel", 0, torch)
     np.testing.assert_array_equal(numpy(q), q_torch.numpy())
-    np.testing.assert_array_equal(found.beta, found_torch.beta)
+    np.testing.assert_array_equal(result.beta, found_torch.beta)
 
 
 @pytest.mark.parametrize("k", range(1, 9))
@@ -96,7 +96,7 @@ def test_kernels_lie_on_the_grid_and_gradients_pass_straight_through(
     layer = make(wbits=wbits)
     x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     assert layer(x).shape == layer.compute_output_shape(shape)
-    q, found = layer.weight_codes()
+    q, result = layer.weight_codes()
     levels = numpy(layer.quantized_kernel())
     w = torch.from_numpy(layer.onnx_kernel().copy()).requires_grad_()
     quantised = WeightQuantizer(wbits)(w)
@@ -104,7 +104,7 @@ def test_kernels_lie_on_the_grid_and_gradients_pass_straight_through(
     np.testing.assert_allclose(
         keras_layout.to_onnx(levels, layer.kind, np), quantised.detach().numpy(), rtol=0, atol=3e-7
     )
-    np.testing.assert_array_equal(q, grid.grid_codes(layer.onnx_kernel(), found).astype(np.int8))
+    np.testing.assert_array_equal(q, grid.grid_codes(layer.onnx_kernel(), result).astype(np.int8))
     import tensorflow as tf
 
     weights = np.random.default_rng(1).normal(size=levels.shape).astype(np.float32)
