@@ -63,21 +63,20 @@ def _relu(codes: Value, zero_point: int) -> Value:
     return op.Max(codes, _constant(zero_point, np.uint8))
 
 
-# Layers: (x, weight, bias, **parameters) -> the layer on real numbers
+# Layers: (x, weight, bias, shape of the weight, **parameters) -> the layer on real numbers
 
 
 def _conv(
-    x: Value, weight: Value, bias: Value, stride: Sequence[int], pads: Sequence[int],
+    x: Value, weight: Value, bias: Value, shape: Sequence[int], stride: Sequence[int], pads: Sequence[int],
     dilation: Sequence[int], groups: int,
 ) -> Value:  # fmt: skip
-    shape = list(weight.shape[2:])
     return op.Conv(
-        x, weight, bias, kernel_shape=shape, strides=list(stride), pads=list(pads), dilations=list(dilation),
+        x, weight, bias, kernel_shape=list(shape[2:]), strides=list(stride), pads=list(pads), dilations=list(dilation),
         group=groups,
     )  # fmt: skip
 
 
-def _linear(x: Value, weight: Value, bias: Value) -> Value:
+def _linear(x: Value, weight: Value, bias: Value, shape: Sequence[int]) -> Value:  # noqa: ARG001
     return op.Gemm(x, weight, bias, transB=1)
 
 
@@ -195,6 +194,7 @@ def _layer_on_codes(name: str) -> Callable[..., Any]:
             _dequantize(codes, in_scale, in_zero_point),
             _dequantize_channels(weight, weight_scale, weight_zero_point, np.int8),
             _dequantize_bias(bias, bias_scale, weight_scale, in_scale),
+            weight.shape,
             **dict(zip(parameter_names, parameters, strict=True)),
         )
         return _quantize(y, out_scale, out_zero_point)
