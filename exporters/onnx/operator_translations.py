@@ -67,12 +67,12 @@ def _relu(codes: Value, zero_point: int) -> Value:
 
 
 def _conv(
-    x: Value, weight: Value, bias: Value, shape: Sequence[int], stride: Sequence[int], pads: Sequence[int],
-    dilation: Sequence[int], groups: int,
+    x: Value, weight: Value, bias: Value, shape: Sequence[int], stride: Sequence[int],
+    pads: Sequence[int], dilation: Sequence[int], groups: int,
 ) -> Value:  # fmt: skip
     return op.Conv(
-        x, weight, bias, kernel_shape=list(shape[2:]), strides=list(stride), pads=list(pads), dilations=list(dilation),
-        group=groups,
+        x, weight, bias, kernel_shape=list(shape[2:]), strides=list(stride), pads=list(pads),
+        dilations=list(dilation), group=groups,
     )  # fmt: skip
 
 

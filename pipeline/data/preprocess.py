@@ -44,7 +44,7 @@ class Preprocess:
             UsageError: a value out of range.
         """
         if self.layout != "NCHW":
-            raise UsageError(f"layout is {self.layout!r}: models take NCHW")
+            raise UsageError(f"`layout` is {self.layout!r}: models take NCHW")
         for name in ("resize", "crop", "scale"):
             value = getattr(self, name)
             if value is not None and not value > 0:

@@ -92,7 +92,7 @@ def collect_factors(
         UsageError: ``fisher`` is unknown, or labels are missing.
     """
     if fisher not in FISHERS:
-        raise UsageError(f"fisher is {fisher!r}: use one of {', '.join(FISHERS)}")
+        raise UsageError(f"`fisher` is {fisher!r}: use one of {', '.join(FISHERS)}")
     layers = {n: lay for n, lay in find_layers(model)[0].items() if isinstance(lay, KroneckerLayer)}
     distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     generator = torch.Generator("cpu").manual_seed(seed + (dist.get_rank() << 32 if distributed else 0))

@@ -72,7 +72,7 @@ def check_intervals(factor_interval: int, inverse_interval: int) -> None:
     check_range("factor_interval", factor_interval, 1)
     if inverse_interval < 1 or inverse_interval % factor_interval:
         multiple = f"use a multiple of factor_interval, {factor_interval}"
-        raise UsageError(f"KFAC: inverse_interval is {inverse_interval}: {multiple}")
+        raise UsageError(f"KFAC: `inverse_interval` is {inverse_interval}: {multiple}")
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,11 @@ class Options:
         check_range("factor_share", self.factor_share, 0, open_low=True, high=1)
         check_range("bucket_bytes", self.bucket_bytes, 1)
         if self.batch_norm not in BATCH_NORMS:
-            raise UsageError(f"KFAC: batch_norm is {self.batch_norm!r}: use one of {', '.join(BATCH_NORMS)}")
+            raise UsageError(
+                f"KFAC: `batch_norm` is {self.batch_norm!r}: use one of {', '.join(BATCH_NORMS)}"
+            )
         if self.transport is not None and self.transport not in TRANSPORTS:
-            raise UsageError(f"KFAC: transport is {self.transport!r}: use one of {', '.join(TRANSPORTS)}")
+            raise UsageError(f"KFAC: `transport` is {self.transport!r}: use one of {', '.join(TRANSPORTS)}")
 
     @property
     def transport_type(self) -> torch.dtype | None:

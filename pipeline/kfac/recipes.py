@@ -106,5 +106,5 @@ def recipe(name: str) -> Recipe:
         UsageError: the name is unknown.
     """
     if name not in RECIPES:
-        raise UsageError(f"recipe is {name!r}: use one of {', '.join(RECIPES)}")
+        raise UsageError(f"`recipe` is {name!r}: use one of {', '.join(RECIPES)}")
     return RECIPES[name]

@@ -17,4 +17,4 @@ def check_granularity(granularity: str) -> None:
         UsageError: it does not.
     """
     if granularity not in GRANULARITIES:
-        raise UsageError(f"granularity is {granularity!r}: use one of {', '.join(GRANULARITIES)}")
+        raise UsageError(f"`granularity` is {granularity!r}: use one of {', '.join(GRANULARITIES)}")

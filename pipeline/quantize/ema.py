@@ -235,7 +235,7 @@ def fit_activation(stats: ActivationStats, fit: str = "auto", clip: Clip = None)
         UsageError: an unknown fit, or nothing was observed.
     """
     if fit not in ACT_FITS:
-        raise UsageError(f"act_fit is {fit!r}: use one of {', '.join(ACT_FITS)}")
+        raise UsageError(f"`act_fit` is {fit!r}: use one of {', '.join(ACT_FITS)}")
     if not stats.count:
         raise UsageError("no activations were observed: run calibration batches first")
     ranges = {"normal": _normal_range(stats)}

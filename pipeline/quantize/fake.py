@@ -74,7 +74,7 @@ class WeightQuantizer(nn.Module):
     ) -> None:
         super().__init__()
         if k not in range(1, 9):
-            raise UsageError(f"k is {k}: weights take 1 to 8 bits")
+            raise UsageError(f"`k` is {k}: weights take 1 to 8 bits")
         rule_for(quantizer, k, granularity)  # checks that it exists
         self.k, self.granularity, self.channel_axis = k, granularity, channel_axis
         self.quantizer = quantizer
@@ -137,7 +137,7 @@ class ActivationQuantizer(nn.Module):
     def __init__(self, name: str = "activation", fit: str = "auto", clip: Clip = None) -> None:
         super().__init__()
         if fit not in ACT_FITS:
-            raise UsageError(f"act_fit is {fit!r}: use one of {', '.join(ACT_FITS)}")
+            raise UsageError(f"`act_fit` is {fit!r}: use one of {', '.join(ACT_FITS)}")
         self.name, self.fit, self.clip = name, fit, clip
         self.stats = ActivationStats()
         self.params: ActivationParams | None = None
@@ -153,7 +153,7 @@ class ActivationQuantizer(nn.Module):
     @mode.setter
     def mode(self, mode: str) -> None:
         if mode not in MODES:
-            raise UsageError(f"mode is {mode!r}: use one of {', '.join(MODES)}")
+            raise UsageError(f"`mode` is {mode!r}: use one of {', '.join(MODES)}")
         self._mode = mode
 
     def forward(self, x: Tensor) -> Tensor:

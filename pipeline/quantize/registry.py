@@ -126,7 +126,7 @@ def check_quantizer(quantizer: str, k: int) -> None:
         UsageError: it does not.
     """
     if quantizer not in QUANTIZERS:
-        raise UsageError(f"quantizer is {quantizer!r}: use one of {', '.join(QUANTIZERS)}")
+        raise UsageError(f"`quantizer` is {quantizer!r}: use one of {', '.join(QUANTIZERS)}")
     definition = QUANTIZERS[quantizer]
     if k not in definition.widths:
         raise UsageError(

@@ -89,7 +89,7 @@ def find(name: str, optimizer: str) -> Recipe | StepRecipe:
     elif name in KFAC_RECIPES:
         needed, recipe = "kfac", KFAC_RECIPES[name]
     else:
-        raise UsageError(f"recipe is {name!r}: use one of {', '.join([*KFAC_RECIPES, *STEP_RECIPES])}")
+        raise UsageError(f"`recipe` is {name!r}: use one of {', '.join([*KFAC_RECIPES, *STEP_RECIPES])}")
     if optimizer != needed:
         raise UsageError(f"`recipe` {name} is for `optimizer` {needed}, not {optimizer}")
     return recipe

@@ -79,6 +79,6 @@ def test_torchrun_prints_one_result_or_one_error(tmp_path: Path) -> None:
     assert done.stderr.count("epoch 1/1  loss ") == 1
     wrong = run("--recipe", "osawa-1", "--overwrite")
     assert wrong.stdout == ""
-    assert wrong.stderr.count("error: recipe is 'osawa-1': use one of osawa-4096, ") == 1
+    assert wrong.stderr.count("error: --recipe is 'osawa-1': use one of osawa-4096, ") == 1
     assert wrong.returncode == 1  # torchrun's own
     assert "exitcode  : 2" in wrong.stderr

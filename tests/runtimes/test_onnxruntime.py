@@ -188,7 +188,7 @@ def test_bench_compares_two_models(make_matmul: MakeModel) -> None:
     alone = runtime.bench(small, runs=3)
     assert alone["against_median_ms"] is None
     assert alone["ratio"] is None
-    with pytest.raises(UsageError, match="runs is 0"):
+    with pytest.raises(UsageError, match="`runs` is 0"):
         runtime.bench(small, runs=0)
 
 
@@ -203,7 +203,7 @@ def test_bench_in_a_process_of_its_own(tmp_path: Path, make_matmul: MakeModel) -
     result = runtime.bench_apart(tmp_path / "small.onnx", tmp_path / "small.onnx", runs=3)
     assert (result["threads"], result["runs"], result["operators"]) == (1, 3, {"MatMul": 1})
     assert result["ratio"] == result["median_ms"] / result["against_median_ms"]
-    with pytest.raises(UsageError, match="runs is 0"):
+    with pytest.raises(UsageError, match="`runs` is 0"):
         runtime.bench_apart(tmp_path / "small.onnx", tmp_path / "small.onnx", runs=0)
     with pytest.raises(UsageError, match=r"none\.onnx"):
         runtime.bench_apart(tmp_path / "small.onnx", tmp_path / "none.onnx")

@@ -53,9 +53,9 @@ class EMAQuantizer(keras.layers.Layer):
     ) -> None:
         super().__init__(autocast=False, **options)
         if fit not in FITS:
-            raise UsageError(f"fit is {fit!r}: use one of {', '.join(FITS)}")
+            raise UsageError(f"`fit` is {fit!r}: use one of {', '.join(FITS)}")
         if not 0 <= momentum < 1:
-            raise UsageError(f"momentum is {momentum}: it must be at least 0 and below 1")
+            raise UsageError(f"`momentum` is {momentum}: it must be at least 0 and below 1")
         self.fit, self.momentum = fit, float(momentum)
         self.fixed = as_format(grid)
         self.behind, self.onnx_name = behind, onnx_name

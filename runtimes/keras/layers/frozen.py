@@ -30,7 +30,7 @@ def _table(operator: str) -> Table:
     definition = INTEGER_OPERATORS.get(operator)
     if definition is None or definition.table is None:
         known = ", ".join(name for name, entry in INTEGER_OPERATORS.items() if entry.table is not None)
-        raise UsageError(f"function is {operator!r}: use one of {known}")
+        raise UsageError(f"`function` is {operator!r}: use one of {known}")
     return definition.table
 
 

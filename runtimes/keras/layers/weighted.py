@@ -25,11 +25,11 @@ def _tuple(value: int | Sequence[int], rank: int, name: str) -> tuple[int, ...]:
 def _padding(value: Padding, rank: int) -> Padding:
     if isinstance(value, str):
         if value not in ("valid", "same"):
-            raise UsageError(f"padding is {value!r}: use valid, same, or (before, after) for every axis")
+            raise UsageError(f"`padding` is {value!r}: use valid, same, or (before, after) for every axis")
         return value
     pads = [[int(p) for p in pair] for pair in value]
     if len(pads) != rank or any(len(pair) != 2 or min(pair) < 0 for pair in pads):
-        raise UsageError(f"padding is {value!r}: give (before, after) for each of {rank} axes")
+        raise UsageError(f"`padding` is {value!r}: give (before, after) for each of {rank} axes")
     return pads
 
 

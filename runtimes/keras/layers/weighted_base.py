@@ -80,11 +80,11 @@ class Weighted(keras.layers.Layer):
                 for name in ("kernel", "bias") for option in _OPTIONS}  # fmt: skip
         super().__init__(autocast=False, **options)
         if wbits not in range(1, 9):
-            raise UsageError(f"wbits is {wbits!r}: weights take 1 to 8 bits")
+            raise UsageError(f"`wbits` is {wbits!r}: weights take 1 to 8 bits")
         if abits not in (8, 32):
-            raise UsageError(f"abits is {abits!r}: use 8, or 32 for float activations")
+            raise UsageError(f"`abits` is {abits!r}: use 8, or 32 for float activations")
         if granularity not in GRANULARITIES:
-            raise UsageError(f"granularity is {granularity!r}: use one of {', '.join(GRANULARITIES)}")
+            raise UsageError(f"`granularity` is {granularity!r}: use one of {', '.join(GRANULARITIES)}")
         if frozen and stored is None:
             raise UsageError("a frozen layer needs the grid of a file: load it with load_onnx")
         self.wbits, self.abits, self.use_bias = int(wbits), int(abits), bool(use_bias)

@@ -330,8 +330,8 @@ def test_excluded_layers_stay_in_float_with_their_norms(everything: Captured) ->
 @pytest.mark.parametrize(
     ("exclude", "message"),
     [
-        (("stem.0", "stm*"), "--exclude stm*: no such layer; layers are stem.0, up, attention.in_proj, "),
-        (("norm",), "--exclude norm: no such layer"),
+        (("stem.0", "stm*"), "`exclude` stm*: no such layer; layers are stem.0, up, attention.in_proj, "),
+        (("norm",), "`exclude` norm: no such layer"),
         (("*",), "nothing to quantise"),
     ],
 )

@@ -90,7 +90,7 @@ def test_binary_maps_are_differentiated_with_their_own_likelihood() -> None:
 
 
 def test_wrong_use_is_refused() -> None:
-    with pytest.raises(UsageError, match="fisher is 'exact'"):
+    with pytest.raises(UsageError, match="`fisher` is 'exact'"):
         collect_factors(_model(), [], fisher="exact")
     with pytest.raises(UsageError, match="needs labels"):
         collect_factors(_model(), [(_data()[0][0], None)], fisher="empirical")

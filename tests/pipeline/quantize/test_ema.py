@@ -231,7 +231,7 @@ def test_skewed_activations(fit: str) -> None:
 
 
 def test_bad_arguments() -> None:
-    with pytest.raises(UsageError, match="act_fit is 'best'"):
+    with pytest.raises(UsageError, match="`act_fit` is 'best'"):
         fit_activation(observed(N), "best")
     with pytest.raises(UsageError, match="no activations were observed"):
         fit_activation(ActivationStats())

@@ -160,13 +160,13 @@ def test_values_that_are_not_finite_are_named() -> None:
 
 
 def test_bad_arguments() -> None:
-    with pytest.raises(UsageError, match="mode is 'on'"):
+    with pytest.raises(UsageError, match="`mode` is 'on'"):
         ActivationQuantizer().mode = "on"
-    with pytest.raises(UsageError, match="act_fit is 'best'"):
+    with pytest.raises(UsageError, match="`act_fit` is 'best'"):
         ActivationQuantizer(fit="best")
     with pytest.raises(UsageError, match="k is 9"):
         WeightQuantizer(9)
-    with pytest.raises(UsageError, match="granularity is 'row'"):
+    with pytest.raises(UsageError, match="`granularity` is 'row'"):
         WeightQuantizer(2, "row")
 
 

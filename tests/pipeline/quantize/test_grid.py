@@ -352,7 +352,7 @@ def test_other_types_are_taken_as_float32(dtype: type) -> None:
 
 
 def test_bad_arguments() -> None:
-    with pytest.raises(UsageError, match="granularity is 'row'"):
+    with pytest.raises(UsageError, match="`granularity` is 'row'"):
         quantize_weight(np.ones(3), 2, "row")
     with pytest.raises(UsageError, match="1 of 3 weights are NaN"):
         quantize_weight(np.array([1, np.nan, 2], np.float32), 2)

@@ -165,5 +165,5 @@ def test_widths_that_a_quantiser_lacks_are_refused(options: dict[str, object], m
 def test_unusable_weights_are_refused(w: np.ndarray, message: str, quantizer: str, k: int) -> None:
     with pytest.raises(UsageError, match=message):
         weight.quantize(w, k, quantizer=quantizer)
-    with pytest.raises(UsageError, match="granularity is 'row'"):
+    with pytest.raises(UsageError, match="`granularity` is 'row'"):
         weight.quantize(np.ones(3), k, "row", quantizer=quantizer)

@@ -96,7 +96,7 @@ def test_damping_falls_geometrically_while_the_rate_rises() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"recipe": "osawa-1"}, "recipe is 'osawa-1': use one of osawa-4096, "),
+        ({"recipe": "osawa-1"}, "`recipe` is 'osawa-1': use one of osawa-4096, "),
         (
             {"recipe": "osawa-4096", "optimizer": "sgd"},
             "`recipe` osawa-4096 is for `optimizer` kfac, not sgd",

@@ -96,8 +96,8 @@ def test_layers_without_an_onnx_form(tmp_path: Path) -> None:
 
 
 def test_arguments_out_of_range() -> None:
-    refused(lambda: UL2QDense(3, wbits=9), "wbits is 9")
-    refused(lambda: UL2QDense(3, abits=4), "abits is 4")
+    refused(lambda: UL2QDense(3, wbits=9), "`wbits` is 9")
+    refused(lambda: UL2QDense(3, abits=4), "`abits` is 4")
     refused(lambda: UL2QDense(3, granularity="row"), "granularity")
     refused(lambda: UL2QDense(3, frozen=True), "load it with load_onnx")
     refused(lambda: UL2QConv2D(2, 3, strides=2, dilation_rate=2), "strides together with a dilation")
@@ -105,8 +105,8 @@ def test_arguments_out_of_range() -> None:
     refused(lambda: EMAQuantizer(fit="median"), "minmax, normal")
     refused(lambda: EMAQuantizer(momentum=1.0), "momentum")
     model = keras.Sequential([keras.Input((4,)), layers.Dense(2, name="only")])
-    refused(lambda: quantize_model(model, 0), "wbits is 0")
-    refused(lambda: quantize_model(model, 2, exclude=["no*"]), "exclude no*", "only")
+    refused(lambda: quantize_model(model, 0), "`wbits` is 0")
+    refused(lambda: quantize_model(model, 2, exclude=["no*"]), "`exclude` no*", "only")
     refused(lambda: quantize_model(model, 2, exclude=["only"]), "nothing to quantise")
     refused(lambda: quantize_model(quantize_model(model, 2), 2), "quantised already")
     refused(lambda: calibrate(model, []), "no EMAQuantizer")

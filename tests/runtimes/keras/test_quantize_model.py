@@ -41,8 +41,10 @@ def agree(model: keras.Model, shape: tuple[int, ...], path: Path, fit: str = "mi
     np.testing.assert_allclose(np.asarray(quantized(x)), expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("how", ["a layer", "an argument", "an operation"])
-@pytest.mark.parametrize("name", ACTIVATIONS)
+HOW = ("a layer", "an argument", "an operation")
+
+
+@pytest.mark.parametrize(("name", "how"), [(name, HOW[i % 3]) for i, name in enumerate(ACTIVATIONS * 2)][:7])
 def test_a_model_with_the_activation_inside_and_at_its_end(name: str, how: str, tmp_path: Path) -> None:
     assert {"sigmoid", "leaky_relu", "silu"} <= set(ACTIVATIONS)
     keras.utils.set_random_seed(0)
