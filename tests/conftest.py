@@ -6,6 +6,7 @@ import functools
 import gc
 import itertools
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -123,6 +124,22 @@ def torchlib_registered_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(copied))
         yield
+
+
+@pytest.fixture
+def measured_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure memory and time of files in this process: for tests of other things than these figures.
+
+    A process of its own for each figure takes half a second, most of it for imports.
+    """
+    from ul2q.runtimes import onnxruntime as runtime
+
+    def peak_rss(path: Path) -> int:
+        runtime.session(path)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    monkeypatch.setattr(runtime, "peak_rss", peak_rss)
+    monkeypatch.setattr(runtime, "bench_apart", runtime.bench)
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,8 @@ from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.training import train as training
 from ul2q.pipeline.training.train import partial_path
 
+pytestmark = pytest.mark.usefixtures("measured_in_process")
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "table4.py"
 
 

@@ -22,6 +22,8 @@ from ul2q.pipeline.tasks import Dense
 from ul2q.pipeline.tasks.saliency import METRICS
 from ul2q.runtimes import onnxruntime as runtime
 
+pytestmark = pytest.mark.usefixtures("measured_in_process")
+
 
 def block(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
     conv = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)

@@ -15,6 +15,8 @@ from PIL import Image
 
 from ul2q.pipeline.cli.diagnose import cpu
 
+pytestmark = pytest.mark.usefixtures("measured_in_process")
+
 
 def test_run_takes_floats_as_they_are_and_bytes_as_recorded(
     cli: Any, onnx_file: Path, tmp_path: Path

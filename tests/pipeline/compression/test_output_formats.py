@@ -27,6 +27,8 @@ from ul2q.pipeline.graph.prepare import Prepared
 from ul2q.pipeline.report import text
 from ul2q.pipeline.report.schema import complete
 
+pytestmark = pytest.mark.usefixtures("measured_in_process")
+
 X = np.random.default_rng(0).normal(size=(60, 1, 6, 6)).astype(np.float32)
 Y = np.arange(60) % 3
 README = Path(__file__).parents[3] / "README.md"

@@ -17,6 +17,8 @@ from ul2q.pipeline.compression.compress import compress_file
 from ul2q.pipeline.importers.checkpoint import CheckpointRecord, save_checkpoint
 from ul2q.pipeline.report.schema import complete
 
+pytestmark = pytest.mark.usefixtures("measured_in_process")
+
 X = np.random.default_rng(0).normal(size=(60, 1, 6, 6)).astype(np.float32)
 Y = np.arange(60) % 3
 

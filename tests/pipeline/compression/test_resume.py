@@ -22,6 +22,8 @@ from ul2q.pipeline.graph.folding import float_state_dict
 from ul2q.pipeline.importers.source import ModelSource
 from ul2q.pipeline.storage.torch_save import write_tensors
 
+pytestmark = pytest.mark.usefixtures("measured_in_process")
+
 NETWORK = """
 from torch import nn
 

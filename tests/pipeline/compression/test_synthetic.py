@@ -24,6 +24,8 @@ from ul2q.pipeline.graph.capture import capture
 from ul2q.pipeline.graph.prepare import prepare
 from ul2q.pipeline.importers.source import ModelSource
 
+pytestmark = pytest.mark.usefixtures("measured_in_process")
+
 SHAPE = (1, 8, 8)
 
 

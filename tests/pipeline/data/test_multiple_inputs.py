@@ -21,6 +21,8 @@ from ul2q.pipeline.graph.input_types import input_names, input_types, takes_sequ
 from ul2q.pipeline.importers.source import ModelSource
 from ul2q.runtimes import onnxruntime as runtime
 
+pytestmark = pytest.mark.usefixtures("measured_in_process")
+
 RNG = np.random.default_rng(0)
 IMAGE = RNG.normal(size=(60, 1, 6, 6)).astype(np.float32)
 EXTRA = RNG.normal(size=(60, 5)).astype(np.float32)

@@ -21,6 +21,8 @@ from ul2q.pipeline.graph.torch_programs import from_exported
 from ul2q.pipeline.importers.checkpoint import load_checkpoint
 from ul2q.pipeline.importers.source import ModelSource
 
+pytestmark = pytest.mark.usefixtures("measured_in_process")
+
 X = torch.randn(5, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 DYNAMIC = ({0: torch.export.Dim.DYNAMIC},)
 

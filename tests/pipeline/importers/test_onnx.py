@@ -24,6 +24,8 @@ from ul2q.pipeline.graph.prepare import prepare
 from ul2q.pipeline.importers.onnx.float_model import compare, load_onnx
 from ul2q.runtimes import onnxruntime as runtime
 
+pytestmark = pytest.mark.usefixtures("measured_in_process")
+
 RNG = np.random.default_rng(0)
 IMAGE = ["N", 4, 6, 6]
 

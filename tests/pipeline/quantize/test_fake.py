@@ -164,7 +164,7 @@ def test_bad_arguments() -> None:
         ActivationQuantizer().mode = "on"
     with pytest.raises(UsageError, match="`act_fit` is 'best'"):
         ActivationQuantizer(fit="best")
-    with pytest.raises(UsageError, match="k is 9"):
+    with pytest.raises(UsageError, match="`k` is 9"):
         WeightQuantizer(9)
     with pytest.raises(UsageError, match="`granularity` is 'row'"):
         WeightQuantizer(2, "row")

@@ -22,6 +22,8 @@ from onnx import TensorProto, helper, numpy_helper
 from ul2q.pipeline.cli.app import execute
 from ul2q.pipeline.compression.output_formats.registry import FORMATS
 
+pytestmark = pytest.mark.usefixtures("measured_in_process")
+
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> str:
     assert execute([str(a) for a in arguments]) == code
