@@ -43,7 +43,7 @@ def peak_while_calibrating(path: Path, count: int) -> int:
     from ul2q import QuantConfig
     from ul2q.models import build
     from ul2q.pipeline.compression.calibrate import calibrate
-    from ul2q.pipeline.compression.run import Run
+    from ul2q.pipeline.compression.run_state import Run
     from ul2q.pipeline.data import as_splits
     from ul2q.pipeline.graph.capture import capture
     from ul2q.pipeline.graph.prepare import prepare

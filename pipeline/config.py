@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from ul2q.pipeline.errors import UsageError
-from ul2q.pipeline.quantize.choices import ACT_FITS, GRANULARITIES
+from ul2q.pipeline.quantize.option_values import ACT_FITS, GRANULARITIES
 from ul2q.pipeline.quantize.registry import DEFAULT_QUANTIZER, check_quantizer
 
 OPTIMIZERS = ("kfac", "sgd", "adam")

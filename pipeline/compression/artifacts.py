@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ul2q.pipeline.compression.output_formats.base import OutputFormat, WrittenModel
 from ul2q.pipeline.compression.output_formats.registry import PORTABLE
 from ul2q.pipeline.compression.report_fields import written_report
-from ul2q.pipeline.compression.run import CompressedNetwork, Run
+from ul2q.pipeline.compression.run_state import CompressedNetwork, Run
 from ul2q.pipeline.data import Dataset, batches
 from ul2q.pipeline.errors import JobError, UsageError, quantity
 from ul2q.pipeline.evaluation import measure

@@ -16,7 +16,7 @@ from ul2q.pipeline.compression.output_formats.registry import output_formats
 from ul2q.pipeline.compression.pipeline import plan, run_stages
 from ul2q.pipeline.compression.result import CompressedModel, CompressionResult
 from ul2q.pipeline.compression.resume import unfinished_path
-from ul2q.pipeline.compression.run import Run
+from ul2q.pipeline.compression.run_state import Run
 from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.data import Dataset, as_splits
 from ul2q.pipeline.errors import UsageError

@@ -10,7 +10,7 @@ from typing import Any
 
 from ul2q.pipeline.compression.output_formats.base import OutputFormat
 from ul2q.pipeline.compression.resume import ResumeState, key_of
-from ul2q.pipeline.compression.run import Run
+from ul2q.pipeline.compression.run_state import Run
 from ul2q.pipeline.compression.samples import draw_samples, load_samples
 from ul2q.pipeline.compression.synthetic import SYNTHETIC_WARNING
 from ul2q.pipeline.config import QuantConfig

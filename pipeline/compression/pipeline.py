@@ -13,7 +13,7 @@ from ul2q.pipeline.compression.finetune import with_lower_rate
 from ul2q.pipeline.compression.output_formats.base import OutputFormat
 from ul2q.pipeline.compression.report_fields import network_report, planned_report
 from ul2q.pipeline.compression.result import CompressedModel
-from ul2q.pipeline.compression.run import CompressedNetwork, Run
+from ul2q.pipeline.compression.run_state import CompressedNetwork, Run
 from ul2q.pipeline.compression.stages import (
     calibrate_network,
     capture_network,

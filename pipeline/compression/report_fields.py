@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ul2q.pipeline.compression.run import CompressedNetwork, Run
+from ul2q.pipeline.compression.run_state import CompressedNetwork, Run
 from ul2q.pipeline.evaluation import measure
 from ul2q.pipeline.graph.capture import Captured
 from ul2q.pipeline.graph.prepare import Prepared

@@ -14,7 +14,7 @@ from ul2q.exporters.onnx.export import ExportedModel
 from ul2q.pipeline.compression.artifacts import write
 from ul2q.pipeline.compression.finetune import EpochResult
 from ul2q.pipeline.compression.output_formats.registry import output_formats
-from ul2q.pipeline.compression.run import CompressedNetwork, Run
+from ul2q.pipeline.compression.run_state import CompressedNetwork, Run
 from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.graph.lower import Lowered
 from ul2q.pipeline.graph.prepare import Prepared

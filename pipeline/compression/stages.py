@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ul2q.pipeline.compression.calibrate import BatchNormChoice, calibrate, fit_activations
 from ul2q.pipeline.compression.finetune import EpochResult, finetune
-from ul2q.pipeline.compression.run import Run
+from ul2q.pipeline.compression.run_state import Run
 from ul2q.pipeline.data import Inputs, batches
 from ul2q.pipeline.graph.capture import Captured, capture
 from ul2q.pipeline.graph.input_types import adapt_inputs

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import torch
 
-from ul2q.pipeline.data.columns import ArrayColumn
 from ul2q.pipeline.data.datasets import ColumnDataset, Dataset
+from ul2q.pipeline.data.input_columns import ArrayColumn
 from ul2q.pipeline.data.preprocess import Preprocess
 from ul2q.pipeline.data.split import split_rows
 from ul2q.pipeline.errors import UsageError

@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from ul2q.pipeline.data.columns import ArrayColumn, Column
+from ul2q.pipeline.data.input_columns import ArrayColumn, Column
 from ul2q.pipeline.data.items import as_sample
 from ul2q.pipeline.data.preprocess import Preprocess
 from ul2q.pipeline.errors import UsageError

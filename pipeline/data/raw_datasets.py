@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ul2q.pipeline.data.columns import ArrayColumn, Column, ImageColumn
 from ul2q.pipeline.data.data_splits import PARTS, DataSplits, hold_out, make_splits
 from ul2q.pipeline.data.datasets import ColumnDataset, Dataset, Masks, check_labels
+from ul2q.pipeline.data.input_columns import ArrayColumn, Column, ImageColumn
 from ul2q.pipeline.data.preprocess import Preprocess
 from ul2q.pipeline.data.raw_parts import Arrays, Files, RawData, RawInput, RawMasks, RawPart
 from ul2q.pipeline.errors import UsageError, quantity

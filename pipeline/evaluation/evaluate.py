@@ -220,8 +220,8 @@ def _read_inputs(
     if raw is not None and raw.dtype != np.uint8:
         return _finite(np.asarray(raw), str(inputs))
     from ul2q.pipeline.data import Preprocess
-    from ul2q.pipeline.data.columns import Column, ImageColumn
     from ul2q.pipeline.data.image_files import SUFFIXES, image_header
+    from ul2q.pipeline.data.input_columns import Column, ImageColumn
     from ul2q.pipeline.data.raw_datasets import make_column
     from ul2q.pipeline.data.raw_parts import Arrays
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from ul2q.pipeline.graph.operators.chains import CHAINS, expand
+from ul2q.pipeline.graph.operators.activation_chains import CHAINS, expand
 from ul2q.pipeline.graph.operators.definition import target_name
 from ul2q.pipeline.graph.operators.registry import INTEGER_OPERATORS
 from ul2q.pipeline.graph.torch_kernels import torch_operator

@@ -5,7 +5,7 @@ In the order of a step: ``layers`` selects the covered layers and records their 
 inverses, refreshed by ``refresh_schedule``, and computes the natural gradient, ``momentum`` updates the
 weights; ``optimizer`` combines them as a ``torch.optim.Optimizer``. ``math`` has pure functions on tensors.
 Besides:
-``options`` (settings), ``schemes`` and ``recipes`` (training schemes of the paper), ``fisher`` (factors of a
+``options`` (settings), ``training_schemes`` and ``recipes`` (training schemes of the paper), ``fisher`` (factors of a
 trained model), ``state`` (their form in checkpoints).
 """
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
 from ul2q.pipeline.errors import JobError, UsageError
-from ul2q.pipeline.kfac import schemes, state
+from ul2q.pipeline.kfac import state, training_schemes
 from ul2q.pipeline.kfac.distributed.collector import Collector
 from ul2q.pipeline.kfac.distributed.wire_format import Contribution
 from ul2q.pipeline.kfac.layers.batch_norm import BatchNormLayer
@@ -287,7 +287,7 @@ class KFAC(torch.optim.Optimizer):
         if self.options.rescale_weights:
             for unit in self._collector.own:
                 if isinstance(unit.layer, KroneckerLayer) and unit.layer.weight in gradients:
-                    unit.layer.weight.copy_(schemes.rescaled(unit.layer.weight))
+                    unit.layer.weight.copy_(training_schemes.rescaled(unit.layer.weight))
 
     def _velocity(self, p: Tensor) -> Tensor:
         state = self.state[p]

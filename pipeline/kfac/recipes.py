@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ul2q.pipeline.errors import UsageError
-from ul2q.pipeline.kfac import schemes
+from ul2q.pipeline.kfac import training_schemes
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Recipe:
         Returns:
             ``lr`` and ``momentum`` for every parameter group (``lr`` times the factor of the group).
         """
-        lr = self.lr * schemes.polynomial_decay(epoch, self.start, self.end, self.power)
-        return {"lr": lr, "momentum": schemes.tied_momentum(self.momentum, lr, self.lr)}
+        lr = self.lr * training_schemes.polynomial_decay(epoch, self.start, self.end, self.power)
+        return {"lr": lr, "momentum": training_schemes.tied_momentum(self.momentum, lr, self.lr)}
 
     def stretched(self, epochs: int, lr: float, momentum: float) -> Recipe:
         """Return the recipe with another number of epochs, learning rate and momentum.

@@ -19,8 +19,8 @@ from scipy.special import ndtr
 
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.quantize import ul2q
-from ul2q.pipeline.quantize.choices import ACT_FITS
 from ul2q.pipeline.quantize.histogram import Histogram
+from ul2q.pipeline.quantize.option_values import ACT_FITS
 
 MOMENTUM: Final = 0.9
 """Weight of the past in each update (the value of the authors' code)."""

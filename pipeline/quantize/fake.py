@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from ul2q.pipeline.errors import UsageError, within
 from ul2q.pipeline.quantize import grid as grids
 from ul2q.pipeline.quantize import ul2q
-from ul2q.pipeline.quantize.choices import ACT_FITS
 from ul2q.pipeline.quantize.ema import ActivationParams, ActivationStats, Clip, fit_activation
 from ul2q.pipeline.quantize.histogram import BINS
+from ul2q.pipeline.quantize.option_values import ACT_FITS
 from ul2q.pipeline.quantize.registry import DEFAULT_QUANTIZER
 from ul2q.pipeline.quantize.weight import rule_for
 

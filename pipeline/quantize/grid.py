@@ -39,7 +39,7 @@ from typing import Any, Final, Self
 import numpy as np
 
 from ul2q.pipeline.quantize import ul2q
-from ul2q.pipeline.quantize.choices import check_granularity
+from ul2q.pipeline.quantize.option_values import check_granularity
 from ul2q.pipeline.quantize.ul2q import Array, Namespace
 
 SATURATION_FREE: Final = 64

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ul2q.pipeline.quantize.choices import check_granularity
 from ul2q.pipeline.quantize.grid import Grid
+from ul2q.pipeline.quantize.option_values import check_granularity
 from ul2q.pipeline.quantize.registry import DEFAULT_QUANTIZER, QUANTIZERS, check_quantizer
 from ul2q.pipeline.quantize.rules.rule import Steps, WeightRule
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from ul2q.pipeline.config import TrainConfig
 from ul2q.pipeline.errors import UsageError
-from ul2q.pipeline.kfac import Recipe, schemes
+from ul2q.pipeline.kfac import Recipe, training_schemes
 from ul2q.pipeline.training.step_recipes import StepRecipe, find
 
 T = TypeVar("T")
@@ -78,7 +78,9 @@ class Settings:
             share = schedule(step, steps)
             values = {"lr": self.lr * share, "momentum": self.momentum * share}
             warm = WARM_UP * steps
-        damping = schemes.warmed_damping(step, self.damping, self.initial_damping, max(1, round(warm)))
+        damping = training_schemes.warmed_damping(
+            step, self.damping, self.initial_damping, max(1, round(warm))
+        )
         return {**values, "damping": damping}
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.kfac import RECIPES as KFAC_RECIPES
-from ul2q.pipeline.kfac import Recipe, schemes
+from ul2q.pipeline.kfac import Recipe, training_schemes
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,10 @@ class StepRecipe:
         Returns:
             The values.
         """
-        return {"lr": schemes.step_decay(self.lr, epoch, self.steps, self.factor), "momentum": self.momentum}
+        return {
+            "lr": training_schemes.step_decay(self.lr, epoch, self.steps, self.factor),
+            "momentum": self.momentum,
+        }
 
     def stretched(self, epochs: int, lr: float, momentum: float) -> StepRecipe:
         """Return the recipe with another number of epochs, learning rate and momentum.

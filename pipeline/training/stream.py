@@ -16,7 +16,7 @@ from torch import Tensor
 from ul2q.pipeline.data import Dataset, Pass
 from ul2q.pipeline.data.counter_rng import uniforms
 from ul2q.pipeline.errors import UsageError, quantity
-from ul2q.pipeline.kfac import schemes
+from ul2q.pipeline.kfac import training_schemes
 from ul2q.pipeline.tasks import Task
 from ul2q.pipeline.training.ranks import Ranks
 from ul2q.pipeline.training.settings import Settings
@@ -109,10 +109,10 @@ class Stream:
         (x,), y = one.fetch(rows)  # the networks here have a single input
         assert y is not None  # noqa: S101 (the data were checked to have targets)
         if erasing is not None:
-            x = schemes.random_erasing(x, erasing[rows])
+            x = training_schemes.random_erasing(x, erasing[rows])
         if mixing is not None:
-            weights = schemes.mixup_weights(mixing[rows], self._settings.mixup)
-            x, y = schemes.running_mixup(x, self._task.soft_targets(y), mixed[index], weights)
+            weights = training_schemes.mixup_weights(mixing[rows], self._settings.mixup)
+            x, y = training_schemes.running_mixup(x, self._task.soft_targets(y), mixed[index], weights)
             mixed[index] = (x, y)
         return x.to(self._ranks.device), y.to(self._ranks.device)
 

@@ -40,7 +40,7 @@ from ul2q.pipeline.tasks.inference import evaluation_batch
 from ul2q.pipeline.training.ranks import Ranks
 from ul2q.pipeline.training.settings import Settings, resolve
 from ul2q.pipeline.training.stream import Stream, reseed
-from ul2q.pipeline.training.update import Updater, make_optimizer
+from ul2q.pipeline.training.weight_update import Updater, make_optimizer
 
 #: fields in which a resumed run may differ: where it runs, not what it computes
 _PLACEMENT = frozenset({"device", "sync_bn"})

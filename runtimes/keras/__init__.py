@@ -11,6 +11,7 @@ Needs Keras and one of its backends, not torch. Importing it registers the layer
 """
 
 from ul2q.runtimes.keras.layers.activation_quantizer import EMAQuantizer
+from ul2q.runtimes.keras.layers.data_movement import LowPadding, Part
 from ul2q.runtimes.keras.layers.frozen import (
     UL2QActivation,
     UL2QAdd,
@@ -19,7 +20,6 @@ from ul2q.runtimes.keras.layers.frozen import (
     UL2QGlobalAveragePooling,
     UL2QMultiply,
 )
-from ul2q.runtimes.keras.layers.moving import LowPadding, Part
 from ul2q.runtimes.keras.layers.weighted import (
     UL2QConv1D,
     UL2QConv2D,

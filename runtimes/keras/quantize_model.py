@@ -20,7 +20,7 @@ from keras import layers
 from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.formats.keras_graph import check_layout, functional, walk
-from ul2q.pipeline.graph.operators.chains import CHAINS, expand
+from ul2q.pipeline.graph.operators.activation_chains import CHAINS, expand
 from ul2q.runtimes.keras.layers.activation_quantizer import EMAQuantizer
 from ul2q.runtimes.keras.layers.registry import (
     KERAS_FORMS,

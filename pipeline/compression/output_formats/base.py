@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ul2q.pipeline.compression.run import CompressedNetwork
+    from ul2q.pipeline.compression.run_state import CompressedNetwork
     from ul2q.pipeline.config import QuantConfig
     from ul2q.pipeline.evaluation.parity import Parity
     from ul2q.pipeline.graph.prepare import Prepared

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ul2q.pipeline.graph.operators import elementwise, joining, moving, pooling, weighted
+from ul2q.pipeline.graph.operators import data_movement, elementwise, joining, pooling, weighted
 from ul2q.pipeline.graph.operators.definition import (
     IntegerOperator,
     MovingOperator,
@@ -23,7 +23,7 @@ INTEGER_OPERATORS: dict[str, IntegerOperator] = {
 WEIGHTED_OPERATORS: dict[str, WeightedOperator] = {operator.name: operator for operator in weighted.OPERATORS}
 #: by aten target
 MOVING_OPERATORS: dict[str, MovingOperator] = {
-    target: operator for operator in moving.OPERATORS for target in operator.targets
+    target: operator for operator in data_movement.OPERATORS for target in operator.targets
 }
 
 
@@ -53,4 +53,4 @@ def moving_operator(node: Node) -> MovingOperator | None:
 
 def is_dropout(module: Any) -> bool:
     """Return whether ``module`` is a dropout, which does nothing once a network is trained."""
-    return is_torch_layer(module, moving.DROPOUT_LAYERS)
+    return is_torch_layer(module, data_movement.DROPOUT_LAYERS)

@@ -31,8 +31,8 @@ from ul2q.pipeline.formats import keras_layout as layout
 from ul2q.pipeline.formats import packing
 from ul2q.pipeline.graph.operators.definition import CodeFormat
 from ul2q.pipeline.quantize import arithmetic, ul2q
-from ul2q.pipeline.quantize.choices import GRANULARITIES
 from ul2q.pipeline.quantize.grid import Grid, quantize_weight, snapped_offset
+from ul2q.pipeline.quantize.option_values import GRANULARITIES
 from ul2q.runtimes.keras import integers
 from ul2q.runtimes.keras.integers import Tensor, as_format
 

@@ -19,7 +19,7 @@ from ul2q.pipeline.compression.compress import compress_file
 from ul2q.pipeline.compression.output_formats import registry
 from ul2q.pipeline.compression.output_formats.base import OutputFormat, WrittenModel
 from ul2q.pipeline.compression.output_formats.registry import FORMATS, output_formats, requested_names
-from ul2q.pipeline.compression.run import CompressedNetwork
+from ul2q.pipeline.compression.run_state import CompressedNetwork
 from ul2q.pipeline.config import QuantConfig as Config
 from ul2q.pipeline.evaluation.backends import OnnxModule
 from ul2q.pipeline.evaluation.parity import Parity, verify

@@ -15,7 +15,7 @@ import torch
 from ul2q.pipeline.compression import pipeline, result, stages
 from ul2q.pipeline.compression.compress import compress_file
 from ul2q.pipeline.compression.resume import ResumeState, unfinished_path
-from ul2q.pipeline.compression.run import CompressedNetwork
+from ul2q.pipeline.compression.run_state import CompressedNetwork
 from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.graph.folding import float_state_dict

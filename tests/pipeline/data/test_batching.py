@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ul2q.pipeline.data import ColumnDataset, array_dataset, batches
-from ul2q.pipeline.data.columns import ArrayColumn
+from ul2q.pipeline.data.input_columns import ArrayColumn
 from ul2q.pipeline.errors import UsageError
 
 

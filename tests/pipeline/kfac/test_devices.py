@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ul2q.pipeline.kfac import KFAC, Options, collect_factors, schemes
+from ul2q.pipeline.kfac import KFAC, Options, collect_factors, training_schemes
 from ul2q.pipeline.kfac.fisher import sample_labels
 
 META = torch.device("meta")
@@ -98,9 +98,9 @@ def test_schemes() -> None:
     numbers, more = rng.random((5, 6)), rng.random(5)
 
     def both() -> tuple[Tensor, ...]:
-        erased = schemes.random_erasing(x, numbers)
-        return erased, *schemes.running_mixup(
-            x, targets, (erased, targets.flip(0)), schemes.mixup_weights(more, 0.4)
+        erased = training_schemes.random_erasing(x, numbers)
+        return erased, *training_schemes.running_mixup(
+            x, targets, (erased, targets.flip(0)), training_schemes.mixup_weights(more, 0.4)
         )
 
     here = both()

@@ -12,8 +12,8 @@ import pytest
 from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.quantize import registry
-from ul2q.pipeline.quantize.choices import GRANULARITIES
 from ul2q.pipeline.quantize.grid import dequantize, integer_weight
+from ul2q.pipeline.quantize.option_values import GRANULARITIES
 from ul2q.pipeline.quantize.registry import QUANTIZERS, Quantizer, check_quantizer, quantizer_help
 from ul2q.pipeline.quantize.rules.bwn import BinaryWeights
 from ul2q.pipeline.quantize.weight import quantize

@@ -19,7 +19,7 @@ from ul2q.pipeline.errors import JobError, UsageError
 from ul2q.pipeline.progress import Progress
 from ul2q.pipeline.training import train as training
 from ul2q.pipeline.training.ranks import joined, may_speak
-from ul2q.pipeline.training.update import Updater
+from ul2q.pipeline.training.weight_update import Updater
 
 WHOLE_EPOCH, WHOLE_UPDATE = training._epoch, Updater.update
 

@@ -22,7 +22,7 @@ from ul2q.pipeline.training import train as training
 from ul2q.pipeline.training.ranks import Ranks
 from ul2q.pipeline.training.settings import resolve, schedule
 from ul2q.pipeline.training.train import partial_path, train
-from ul2q.pipeline.training.update import make_optimizer
+from ul2q.pipeline.training.weight_update import make_optimizer
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ import keras
 from ul2q.exporters.onnx.operator_translations import ONNX_FORMS, TRANSLATIONS, WEIGHTED_FORMS
 from ul2q.pipeline.graph.capture import capture, quiet
 from ul2q.pipeline.graph.integer_modules import IntegerFunction
-from ul2q.pipeline.graph.operators.chains import CHAINS, expand
+from ul2q.pipeline.graph.operators.activation_chains import CHAINS, expand
 from ul2q.pipeline.graph.operators.definition import CodeFormat, Example, IntegerOperator
 from ul2q.pipeline.graph.operators.registry import INTEGER_OPERATORS, WEIGHTED_OPERATORS, integer_operator
 from ul2q.pipeline.graph.torch_kernels import call_torch

@@ -15,7 +15,7 @@ import keras
 from keras import layers
 
 from ul2q.exporters.keras.to_onnx import to_onnx
-from ul2q.pipeline.graph.operators.chains import CHAINS
+from ul2q.pipeline.graph.operators.activation_chains import CHAINS
 from ul2q.runtimes import onnxruntime as runtime
 from ul2q.runtimes.keras import EMAQuantizer, calibrate, load_onnx, quantize_model
 from ul2q.runtimes.keras.codes import channels_first

@@ -4,12 +4,12 @@ Images are [N, H, W, C] where the file has [N, C, H, W], sequences [N, L, C] whe
 """
 
 from ul2q.runtimes.keras.load.conversion import Handler
-from ul2q.runtimes.keras.load.operators import functions, integer, moving, pooling, weighted
+from ul2q.runtimes.keras.load.operators import data_movement, functions, integer, pooling, weighted
 
 #: by ONNX operator
 HANDLERS: dict[str, Handler] = {
     **weighted.HANDLERS,
-    **moving.HANDLERS,
+    **data_movement.HANDLERS,
     **pooling.HANDLERS,
     **functions.HANDLERS,
     **integer.HANDLERS,

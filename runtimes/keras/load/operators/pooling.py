@@ -6,7 +6,7 @@ from typing import Any
 
 from keras import layers
 
-from ul2q.runtimes.keras.layers.moving import LowPadding
+from ul2q.runtimes.keras.layers.data_movement import LowPadding
 from ul2q.runtimes.keras.layers.registry import pairs
 from ul2q.runtimes.keras.load.conversion import Conversion, Handler, Value, keep, refuse
 from ul2q.runtimes.keras.load.network import Operator

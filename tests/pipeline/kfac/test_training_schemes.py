@@ -9,38 +9,40 @@ from scipy import stats
 from torch import nn
 
 from ul2q.pipeline.errors import UsageError
-from ul2q.pipeline.kfac import KFAC, RECIPES, Options, recipe, schemes
+from ul2q.pipeline.kfac import KFAC, RECIPES, Options, recipe, training_schemes
 
 
 def test_polynomial_decay() -> None:
-    values = [schemes.polynomial_decay(e, 1, 5, 2) for e in (0, 1, 2, 3, 5, 9)]
+    values = [training_schemes.polynomial_decay(e, 1, 5, 2) for e in (0, 1, 2, 3, 5, 9)]
     assert values == pytest.approx([1, 1, (3 / 4) ** 2, (2 / 4) ** 2, 0, 0])
 
 
 def test_the_two_momentum_rules() -> None:
-    assert schemes.tied_momentum(0.9, 0.02, 0.1) == pytest.approx(0.18)
-    assert schemes.chained_momentum(0.9, 0.02, 0.04) == pytest.approx(0.45)
+    assert training_schemes.tied_momentum(0.9, 0.02, 0.1) == pytest.approx(0.18)
+    assert training_schemes.chained_momentum(0.9, 0.02, 0.04) == pytest.approx(0.45)
 
 
 def test_damping_warm_up_is_geometric_and_ends() -> None:
-    values = [schemes.warmed_damping(step, 1e-3, 1e-1, 4) for step in range(6)]
+    values = [training_schemes.warmed_damping(step, 1e-3, 1e-1, 4) for step in range(6)]
     assert values == pytest.approx([1e-1, 10**-1.5, 1e-2, 10**-2.5, 1e-3, 1e-3])
-    assert schemes.warmed_damping(0, 1e-3, 1e-1, 0) == 1e-3
+    assert training_schemes.warmed_damping(0, 1e-3, 1e-1, 0) == 1e-3
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (4, 2, 3, 3)])
 def test_rescaling_only_shrinks(shape: tuple[int, ...]) -> None:
     small = torch.randn(shape) * 0.01
-    assert torch.equal(schemes.rescaled(small), small)
+    assert torch.equal(training_schemes.rescaled(small), small)
     large = torch.randn(shape) * 100
-    assert schemes.rescaled(large).norm() == pytest.approx((2 * shape[0]) ** 0.5)
-    assert torch.allclose(schemes.rescaled(large) / schemes.rescaled(large).norm(), large / large.norm())
+    assert training_schemes.rescaled(large).norm() == pytest.approx((2 * shape[0]) ** 0.5)
+    assert torch.allclose(
+        training_schemes.rescaled(large) / training_schemes.rescaled(large).norm(), large / large.norm()
+    )
 
 
 @pytest.mark.parametrize("alpha", [0.4, 1.0])
 def test_mixup_weights_follow_the_folded_beta_distribution(alpha: float) -> None:
     numbers = np.random.default_rng(0).random(20_000)
-    weights = schemes.mixup_weights(numbers, alpha).double().numpy()
+    weights = training_schemes.mixup_weights(numbers, alpha).double().numpy()
     assert weights.min() >= 0.5
 
     def folded(value: np.ndarray) -> np.ndarray:
@@ -53,10 +55,10 @@ def test_running_mixup_mixes_with_the_last_mixed_batch() -> None:
     g = torch.Generator().manual_seed(0)
     batches = [torch.randn(3, 2, 2, generator=g) for _ in range(3)]
     targets = [torch.eye(4)[torch.randint(4, (3,), generator=g)] for _ in range(3)]
-    weights = [schemes.mixup_weights(np.random.default_rng(k).random(3), 0.6) for k in range(3)]
+    weights = [training_schemes.mixup_weights(np.random.default_rng(k).random(3), 0.6) for k in range(3)]
     mixed = None
     for x, t, lam in zip(batches, targets, weights, strict=True):
-        mixed = schemes.running_mixup(x, t, mixed, lam)
+        mixed = training_schemes.running_mixup(x, t, mixed, lam)
     assert mixed is not None
     for i in range(3):
         x, t = batches[0][i], targets[0][i]
@@ -71,7 +73,7 @@ def test_running_mixup_mixes_with_the_last_mixed_batch() -> None:
 def test_random_erasing_erases_one_rectangle_of_the_right_size_and_shape() -> None:
     numbers = np.random.default_rng(1).random((400, 6))
     x = torch.ones(400, 2, 40, 32)
-    erased = schemes.random_erasing(x, numbers)
+    erased = training_schemes.random_erasing(x, numbers)
     assert torch.equal(x, torch.ones_like(x))
     hit, tall = 0, 0
     for i, image in enumerate(erased):
@@ -95,7 +97,9 @@ def test_random_erasing_erases_one_rectangle_of_the_right_size_and_shape() -> No
 
 def test_random_erasing_never_erases_is_a_copy() -> None:
     x = torch.rand(5, 1, 4, 4)
-    assert torch.equal(schemes.random_erasing(x, np.random.default_rng(0).random((5, 6)), probability=0), x)
+    assert torch.equal(
+        training_schemes.random_erasing(x, np.random.default_rng(0).random((5, 6)), probability=0), x
+    )
 
 
 def test_the_recipes_are_the_table() -> None:
@@ -120,7 +124,7 @@ def test_a_recipe_sets_rate_and_momentum_in_every_group() -> None:
     optimizer = KFAC(model, row.lr, row.damping, row.momentum, options=Options(plain_lr=row.lr / 10))
     for epoch in (0.0, 20.0, 30.0):
         row.apply(optimizer.param_groups, epoch)
-        share = schemes.polynomial_decay(epoch, 1, 53.5, 8)
+        share = training_schemes.polynomial_decay(epoch, 1, 53.5, 8)
         assert [group["lr"] for group in optimizer.param_groups] == pytest.approx(
             [0.0125 * share, 0.00125 * share]
         )

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 from keras import layers
 
-from ul2q.runtimes.keras.layers.moving import Part
+from ul2q.runtimes.keras.layers.data_movement import Part
 from ul2q.runtimes.keras.layers.registry import file_axis, pairs
 from ul2q.runtimes.keras.load.conversion import Conversion, Handler, Value, keep, refuse
 from ul2q.runtimes.keras.load.network import Operator

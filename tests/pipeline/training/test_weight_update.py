@@ -14,7 +14,7 @@ from ul2q.pipeline.kfac import KFAC
 from ul2q.pipeline.tasks import Classification
 from ul2q.pipeline.training.ranks import Ranks
 from ul2q.pipeline.training.settings import resolve
-from ul2q.pipeline.training.update import Updater, make_optimizer
+from ul2q.pipeline.training.weight_update import Updater, make_optimizer
 
 
 def updater(optimizer: str, precision: str = "float32", **changes: Any) -> Updater:
