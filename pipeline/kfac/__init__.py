@@ -4,9 +4,8 @@ In the order of a step: ``layers`` selects the covered layers and records their 
 ``distributed`` reduces these to the ranks that own the layers, ``preconditioner`` stores factors and
 inverses, refreshed by ``refresh_schedule``, and computes the natural gradient, ``momentum`` updates the
 weights; ``optimizer`` combines them as a ``torch.optim.Optimizer``. ``math`` has pure functions on tensors.
-Besides:
-``options`` (settings), ``training_schemes`` and ``recipes`` (training schemes of the paper), ``fisher`` (factors of a
-trained model), ``state`` (their form in checkpoints).
+Besides: ``options`` (settings), ``training_schemes`` and ``recipes`` (training schemes of the paper),
+``fisher`` (factors of a trained model), ``state`` (their form in checkpoints).
 """
 
 from ul2q.pipeline.kfac.distributed.sync_batch_norm import SyncBatchNorm
