@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kill.py"
 
 @pytest.mark.case("killed", outcome="works")
 @pytest.mark.skipif(sys.platform != "linux", reason="forks, and reads /proc")
-@pytest.mark.parametrize(("command", "points", "seed"), [("train", 2, 1), ("compress", 2, 0)])
+@pytest.mark.parametrize(("command", "points", "seed"), [("train", 1, 1), ("compress", 1, 0)])
 def test_killed_runs_leave_the_old_output_and_the_next_run_works(
     command: str, points: int, seed: int
 ) -> None:

@@ -25,12 +25,12 @@ from ul2q.pipeline.storage.zip_guard import check_expansion
 
 WORKER = Path(__file__).with_name("reader_worker.py")
 KERAS = importlib.util.find_spec("keras") is not None
-#: readers, and how many files of each; UL2Q_FULL=1 takes half as many again
+#: readers, and how many files of each; UL2Q_FULL=1 takes three times as many
 GROUPS = {
-    "files of weights": (["checkpoint", "safetensors"], 100),
-    "files of samples": (["idx", "cifar", "npz", "npy", "array", "image"], 100),
-    "ONNX files": (["onnx", "onnx-torch"], 100),
-    "Keras files": (["keras", "onnx-keras"], 20),
+    "files of weights": (["checkpoint", "safetensors"], 50),
+    "files of samples": (["idx", "cifar", "npz", "npy", "array", "image"], 50),
+    "ONNX files": (["onnx", "onnx-torch"], 50),
+    "Keras files": (["keras", "onnx-keras"], 10),
 }
 FULL = os.environ.get("UL2Q_FULL", "") not in ("", "0")
 
@@ -40,7 +40,7 @@ FULL = os.environ.get("UL2Q_FULL", "") not in ("", "0")
 @pytest.mark.parametrize("group", GROUPS)
 def test_damaged_files_are_read_or_refused(tmp_path: Path, group: str) -> None:
     readers, count = GROUPS[group]
-    count = count * 3 // 2 if FULL else count
+    count = count * 3 if FULL else count
     if group == "Keras files" and not KERAS:
         pytest.skip("Keras is not installed: pip install 'ul2q[keras]'")
     command = [sys.executable, str(WORKER), str(tmp_path), "300", str(count), "0", *readers]
