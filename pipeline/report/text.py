@@ -46,11 +46,16 @@ def title(report: Report) -> str:
     return f"{wbits}-bit weights, {activations}" if wbits else "compression report"
 
 
+def times_smaller(ratio: float) -> str:
+    """Return "15.7x smaller" for float/quantised sizes, or "1.1x larger" where the file has grown."""
+    return f"{ratio:.1f}x smaller" if ratio >= 1 else f"{1 / ratio:.1f}x larger"
+
+
 def one_line(report: Report) -> str:
     """Describe a report in one line, as far as it is known.
 
     Returns:
-        For example ``lenet5, 2-bit weights, 8-bit activations, 13.9× smaller, top1 98.40 % (float 98.60 %)``.
+        For example ``lenet5, 2-bit weights, 8-bit activations, 13.9x smaller, top1 98.40 % (float 98.60 %)``.
     """
     parts = [report["model"]["arch"] or "model", title(report)]
     layers, ratio, accuracy = report["layers"], report["size"]["ratio"], report["accuracy"]
@@ -58,7 +63,7 @@ def one_line(report: Report) -> str:
         f"{sum(layer['quantized'] for layer in layers)} of {quantity(len(layers), 'layer')} quantised"
     )
     if ratio is not None:
-        parts.append(f"{ratio:.1f}× smaller")
+        parts.append(times_smaller(ratio))
     if (after := accuracy_after(report)) is not None:
         name = accuracy["metric"] or "accuracy"
         parts.append(f"{name} {percent(after)} (float {percent(accuracy['float'])})")
@@ -253,7 +258,7 @@ def _file_row(report: Report) -> Row:
     files = report["size"]
     mean = files["weight_bits_mean"]
     bits = "" if mean is None else f", {mean:.2f} bits a weight"
-    note = "" if files["ratio"] is None else f"{files['ratio']:.1f}x smaller{bits}"
+    note = "" if files["ratio"] is None else f"{times_smaller(files['ratio'])}{bits}"
     return Row("file", size(files["float_onnx_bytes"]), size(files["onnx_bytes"]), note)
 
 

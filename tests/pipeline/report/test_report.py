@@ -321,3 +321,8 @@ def test_further_metrics_have_a_row_each() -> None:
 
 def test_scales_of_channels_are_a_range() -> None:
     assert text.scale([0.02, 0.5, 0.1]) == "0.02…0.5"
+
+
+def test_sizes_that_have_grown_are_called_larger() -> None:
+    assert text.times_smaller(15.66) == "15.7x smaller"
+    assert text.times_smaller(0.8) == "1.2x larger"
