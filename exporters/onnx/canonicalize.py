@@ -107,7 +107,7 @@ def _name(graph: ir.Graph, input_names: Sequence[str], output_names: Sequence[st
     constants have short ones: in networks of many small layers names would take more of the file than scales.
     """
     taken: set[str] = {v.name for v in graph.initializers.values() if v.name}
-    short = (name for n in itertools.count() if (name := f"_{n:x}") not in taken)
+    short = _short_names(taken, {_scope(node) for node in graph})
     anonymous = [v for v in graph.initializers.values() if v.name and v.name.startswith("val_")]
     _name_ends(graph, input_names, output_names, taken)
     sites: dict[str, ir.Value] = {}
@@ -124,6 +124,15 @@ def _name(graph: ir.Graph, input_names: Sequence[str], output_names: Sequence[st
     for value in anonymous:
         _rename_initializer(graph, value, next(short))
     return sites
+
+
+def _short_names(taken: set[str], reserved: Collection[str]) -> Iterator[str]:
+    """Yield names of few letters and take them, except ``reserved`` ones: a layer may be called ``_b``."""
+    for n in itertools.count():
+        name = f"_{n:x}"
+        if name not in taken and name not in reserved:
+            taken.add(name)
+            yield name
 
 
 def _name_values(node: ir.Node, scope: str, short: Iterator[str], taken: set[str]) -> None:

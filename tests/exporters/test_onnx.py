@@ -338,6 +338,47 @@ def test_several_inputs_and_outputs_keep_their_own_names(deployed: Deployed) -> 
     assert [spec.name for spec in live.get_outputs()] == ENDS_OF_ENDS
 
 
+class Named(nn.Module):
+    """Layers with names that files use for other things, or of other letters."""
+
+    names = (
+        "_0",
+        "_1",
+        "_b",
+        "_fc",
+        "_ff",
+        "val_0",
+        "Conv",
+        "input",
+        "logits",
+        "größe",
+        "层",
+        "a/Conv",
+        "a b",
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in self.names:
+            self.add_module(name, nn.Conv2d(3, 3, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in self.names:
+            x = torch.relu(getattr(self, name)(x))
+        return x
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "channel"])
+def test_layers_of_any_name_give_a_valid_file(deploy: Any, granularity: str) -> None:
+    torch.manual_seed(0)
+    deployment = deploy(Named().eval(), [torch.randn(8, 3, 4, 4)], wbits=2, granularity=granularity)
+    onnx.checker.check_model(onnx.load(deployment.path), full_check=True)
+    assert deployment.verify().differing_codes == 0
+    assert {weight.layer for weight in deployment.lowered.weights.values()} == set(Named.names)
+    counts = runtime.operators(deployment.path)
+    assert counts["QLinearConv"] == len(Named.names)
+
+
 def test_codes_have_the_names_of_layers_and_all_names_are_distinct(small: Any) -> None:
     graph = onnx.load(small.path).graph
     assert small.exported.code_tensors.keys() == small.lowered.code_formats.keys()
