@@ -45,6 +45,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     if not pluginmanager.hasplugin("xdist"):
         for option in ("--numprocesses", "--dist"):
             parser.addoption(option, help="Ignored: pytest-xdist is not loaded.")
+        parser.addoption("--no-loadscope-reorder", action="store_true", help="Ignored, too.")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -92,6 +93,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pairwise_function() -> Callable[[Mapping[str, Sequence[Any]]], list[tuple[Any, ...]]]:
     """Return the choice of cases, for its own test."""
     return pairwise
+
+
+#: folders whose files take long: they come first, so that short files fill the workers at the end
+SLOW = ("e2e", "runtimes/keras", "properties", "exporters", "pipeline/kfac/test_distributed.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the files of `SLOW` first."""
+    here = Path(__file__).parent
+    items.sort(key=lambda item: not item.path.relative_to(here).as_posix().startswith(SLOW))
 
 
 def pytest_collection_finish() -> None:
