@@ -21,6 +21,7 @@ from ul2q.pipeline.compression.stages import (
     with_task,
 )
 from ul2q.pipeline.evaluation import measure
+from ul2q.pipeline.formats import metadata as metadata_keys
 from ul2q.pipeline.graph.lower import lower
 from ul2q.pipeline.graph.prepare import prepare
 from ul2q.pipeline.quantize.registry import QUANTIZERS
@@ -80,7 +81,7 @@ def plan(run: Run, formats: Sequence[OutputFormat]) -> Report:
 
 
 def _metadata(run: Run) -> dict[str, str]:
-    metadata = {"ul2q.preprocess": json.dumps(run.data.preprocess.to_dict(), sort_keys=True)}
+    metadata = {metadata_keys.PREPROCESS: json.dumps(run.data.preprocess.to_dict(), sort_keys=True)}
     if run.source is not None:
-        metadata["ul2q.source_sha256"] = run.source.sha256
+        metadata[metadata_keys.SOURCE_SHA256] = run.source.sha256
     return metadata

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ul2q.pipeline.errors import UsageError, quantity
+from ul2q.pipeline.formats import metadata as metadata_keys
 from ul2q.pipeline.formats.keras_file import keras_metadata
 from ul2q.pipeline.importers.source import ModelSource
 from ul2q.pipeline.progress import Progress
@@ -38,7 +39,7 @@ def recorded_preprocess(model: Path) -> dict[str, Any]:
     Raises:
         UsageError: the file or its metadata are damaged.
     """
-    text = runtime.metadata(model).get("ul2q.preprocess", "{}")
+    text = runtime.metadata(model).get(metadata_keys.PREPROCESS, "{}")
     try:
         recorded = json.loads(text)
     except (ValueError, RecursionError) as error:  # the text may be any bytes
@@ -132,7 +133,7 @@ def _keras(model: Path) -> tuple[Module, dict[str, Any], str | None]:
     loaded = keras_files.load_keras(model)
     about = keras_metadata(model)
     try:
-        preprocess = json.loads(about.get("ul2q.preprocess", "{}")) or None
+        preprocess = json.loads(about.get(metadata_keys.PREPROCESS, "{}")) or None
     except (ValueError, RecursionError, TypeError) as error:
         raise UsageError(f"{model}: its preprocessing is not JSON: compress the model again") from error
     fit: dict[str, Any] = {"input_shape": keras_files.input_shape(loaded), "preprocess": preprocess}

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.formats import metadata as metadata_keys
 from ul2q.pipeline.importers.source import ModelSource
 from ul2q.pipeline.report import text
 from ul2q.runtimes import onnxruntime as runtime
@@ -52,7 +53,7 @@ def _describe_onnx(model: Path) -> dict[str, Any]:
     proto = runtime.load_model(model)
     about = runtime.metadata(proto)
     try:
-        recorded = json.loads(about.pop("ul2q.layers", "[]"))
+        recorded = json.loads(about.pop(metadata_keys.LAYERS, "[]"))
         about = {key: json.loads(value) if value.startswith("{") else value for key, value in about.items()}
     except (ValueError, RecursionError, TypeError) as error:  # the text may be any bytes
         raise UsageError(

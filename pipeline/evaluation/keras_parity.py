@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ul2q.pipeline.errors import JobError
 from ul2q.pipeline.evaluation.parity import Comparison, Parity, run_with_codes
+from ul2q.pipeline.formats import metadata as metadata_keys
 from ul2q.pipeline.graph.lower import Lowered
 from ul2q.runtimes.keras_import import require_keras
 
@@ -29,7 +30,7 @@ def write_keras(onnx: Path, path: Path) -> Any:
     from ul2q.runtimes.keras.keras_files import load_keras
     from ul2q.runtimes.keras.load.network import read_network
 
-    about = {key: value for key, value in read_network(onnx).metadata.items() if key != "ul2q.layers"}
+    about = {key: value for key, value in read_network(onnx).metadata.items() if key != metadata_keys.LAYERS}
     save_keras(load_onnx(onnx), path, about)
     return load_keras(path)
 

@@ -15,7 +15,6 @@ LAYERS = "ul2q.layers"
 PREPROCESS = "ul2q.preprocess"
 SOURCE_SHA256 = "ul2q.source_sha256"
 SEED = "ul2q.seed"
-CLASSES = "ul2q.classes"
 
 
 def grid_entry(grid: Grid) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from ul2q.pipeline.graph.operators.definition import (
 INTEGER_OPERATORS: dict[str, IntegerOperator] = {
     operator.name: operator for operator in (*elementwise.OPERATORS, *joining.OPERATORS, *pooling.OPERATORS)
 }
+_BY_TARGET = {target: operator for operator in INTEGER_OPERATORS.values() for target in operator.targets}
 #: layers whose weight is quantised
 WEIGHTED_OPERATORS: dict[str, WeightedOperator] = {operator.name: operator for operator in weighted.OPERATORS}
 #: by aten target
@@ -29,12 +30,9 @@ MOVING_OPERATORS: dict[str, MovingOperator] = {
 
 def integer_operator(node: Node) -> tuple[IntegerOperator, Parameters] | None:
     """Return the integer operator that computes ``node``, with its parameters, or None."""
-    name = target_name(node)
-    for operator in INTEGER_OPERATORS.values():
-        if name in operator.targets:
-            parameters = operator.recognise(node)
-            return None if parameters is None else (operator, parameters)
-    return None
+    operator = _BY_TARGET.get(target_name(node))
+    parameters = None if operator is None else operator.recognise(node)
+    return None if operator is None or parameters is None else (operator, parameters)
 
 
 def weighted_operator(module: Any) -> WeightedOperator | None:

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ul2q.pipeline.data import Preprocess
 from ul2q.pipeline.errors import JobError, UsageError, first_line
+from ul2q.pipeline.formats import metadata as metadata_keys
 from ul2q.pipeline.importers.checkpoint import Checkpoint, CheckpointRecord
 from ul2q.pipeline.importers.onnx.network import OnnxNetwork, UnsupportedError, shapes_of
 from ul2q.runtimes import onnxruntime as runtime
@@ -44,7 +45,7 @@ def load_onnx(path: Path) -> Checkpoint:
     _check_external_data(proto, path)
     proto = runtime.load_model(path)
     metadata = runtime.metadata(proto)
-    if "ul2q.layers" in metadata:
+    if metadata_keys.LAYERS in metadata:
         raise UsageError(f"{path} is quantised already: give the float model or its checkpoint")
     graph, opset = _inlined(proto, path)
     half = any(t.data_type in _HALF for t in graph.initializer)
@@ -67,7 +68,7 @@ def load_onnx(path: Path) -> Checkpoint:
 
 
 def _preprocess(metadata: dict[str, str], path: Path) -> Preprocess | None:
-    text = metadata.get("ul2q.preprocess")
+    text = metadata.get(metadata_keys.PREPROCESS)
     if text is None:
         return None
     try:
