@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from ul2q.pipeline.errors import UsageError
-from ul2q.pipeline.quantize.option_values import ACT_FITS, GRANULARITIES
+from ul2q.pipeline.quantize.option_values import ACT_FITS, AUTO, GRANULARITIES, STEPS
 from ul2q.pipeline.quantize.registry import DEFAULT_QUANTIZER, check_quantizer
 
 OPTIMIZERS = ("kfac", "sgd", "adam")
@@ -67,7 +67,12 @@ class QuantConfig(_Config):
     Attributes:
         wbits: weight width k in bits, 1..8.
         abits: activation width, 8, or 32 for float activations.
-        granularity: one (μ, σ) per weight ``tensor`` [P], or per output ``channel``.
+        step: step of the weights: ``paper`` for λ*σ [P], ``mse`` for the least squared error, ``minmax`` to
+            reach the largest weight; ``auto`` chooses by the error of each layer's output. With ``paper``
+            everything else is as in [P] too: no choice of activation ranges by what reads them, no bias
+            correction.
+        granularity: one (α, β) per weight ``tensor`` [P], or per output ``channel``; ``auto`` chooses for
+            each layer.
         act_fit: how activation ranges are fitted; ``auto`` measures all fits and uses the best.
         quantizer: weight quantiser, a name in `ul2q.pipeline.quantize.registry.QUANTIZERS`.
         epochs: fine-tuning epochs; None means 5 for wbits <= 4 and 0 above.
@@ -83,7 +88,8 @@ class QuantConfig(_Config):
 
     wbits: int
     abits: int = 8
-    granularity: str = "tensor"
+    step: str = AUTO
+    granularity: str = AUTO
     act_fit: str = "auto"
     quantizer: str = DEFAULT_QUANTIZER
     epochs: int | None = None
@@ -105,9 +111,12 @@ class QuantConfig(_Config):
         if not (isinstance(self.wbits, int) and 1 <= self.wbits <= 8):
             raise UsageError(f"`wbits` is {self.wbits}: weights take 1 to 8 bits")
         _one_of("abits", self.abits, (8, 32))
-        _one_of("granularity", self.granularity, GRANULARITIES)
+        _one_of("step", self.step, (AUTO, *STEPS))
+        _one_of("granularity", self.granularity, (AUTO, *GRANULARITIES))
         _one_of("act_fit", self.act_fit, ACT_FITS)
         check_quantizer(self.quantizer, self.wbits)
+        if self.quantizer != DEFAULT_QUANTIZER and self.step != AUTO:
+            raise UsageError(f"`step` is {self.step!r}: only {DEFAULT_QUANTIZER} has a choice of steps")
         _one_of("optimizer", self.optimizer, OPTIMIZERS)
         _one_of("opset", self.opset, tuple(OPSETS))
         _one_of("storage", self.storage, STORAGES)
@@ -115,6 +124,25 @@ class QuantConfig(_Config):
         _positive("lr", self.lr)
         _positive("batch_size", self.batch_size)
         _positive("samples", self.samples, zero=True)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Build a configuration from ``values``; those written before there was a choice of steps keep λ*σ.
+
+        Returns:
+            The configuration.
+
+        Raises:
+            UsageError: a key is unknown or a value is out of range.
+        """
+        if "granularity" in values and "step" not in values:
+            values = {**values, "step": "paper"}
+        return super().from_dict(values)
+
+    @property
+    def as_published(self) -> bool:
+        """Whether everything is as in [P], without later improvements."""
+        return self.step == "paper"
 
     @property
     def finetune_epochs(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 import runpy
 import subprocess
@@ -75,20 +74,6 @@ def test_light_uses_import_no_framework(tmp_path: Path, code: str) -> None:
     heavy = ("torch", "onnxruntime", "onnx", "scipy", *OPTIONAL)
     printed = python(f"{code}\nimport sys; print(sorted(set({heavy!r}) & set(sys.modules)))", tmp_path)
     assert printed.splitlines()[-1] == "[]"
-
-
-def test_help_is_there_at_once(tmp_path: Path) -> None:
-    seconds = []
-    for _ in range(3):
-        before = os.times()
-        command = [sys.executable, "-m", "ul2q.pipeline", "--help"]
-        subprocess.run(command, check=True, cwd=tmp_path, capture_output=True)
-        after = os.times()
-        # Time on the processor, since what else the machine does must not count.
-        seconds.append(
-            after.children_user + after.children_system - before.children_user - before.children_system
-        )
-    assert min(seconds) < 0.5
 
 
 def test_public_names_come_from_where_they_are_defined(tmp_path: Path) -> None:

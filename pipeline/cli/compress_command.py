@@ -44,7 +44,12 @@ def compress(
     arch_args: ArchArgs = None,
     data: Data = None,
     epochs: Annotated[int | None, typer.Option(help="Epochs of fine-tuning: 5 up to 4 bits, else 0.")] = None,
-    granularity: Annotated[str | None, typer.Option(help="One scale per tensor or per channel.")] = None,
+    step: Annotated[
+        str | None, typer.Option(help="Step of the weights: auto, paper (λ*σ), mse or minmax.")
+    ] = None,
+    granularity: Annotated[
+        str | None, typer.Option(help="One scale per tensor or per channel; auto chooses by layer.")
+    ] = None,
     act_fit: Annotated[str | None, typer.Option(help="auto, normal, rectified or minmax.")] = None,
     quantizer: Annotated[str | None, typer.Option(help=quantizer_help())] = None,
     optimizer: Annotated[str | None, typer.Option(help="Fine-tuning by adam, sgd or kfac.")] = None,
@@ -94,8 +99,8 @@ def compress(
     from ul2q.pipeline.compression.compress import compress_file
 
     overrides = {
-        "wbits": wbits, "abits": abits, "epochs": epochs, "granularity": granularity, "act_fit": act_fit,
-        "quantizer": quantizer,
+        "wbits": wbits, "abits": abits, "epochs": epochs, "step": step, "granularity": granularity,
+        "act_fit": act_fit, "quantizer": quantizer,
         "optimizer": optimizer, "lr": lr, "batch_size": batch_size, "samples": samples,
         "exclude": exclude or None, "opset": opset, "storage": storage, "seed": seed,
     }  # fmt: skip

@@ -18,6 +18,7 @@ from ul2q.pipeline.data.sources import registry
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.importers.source import ModelSource
 from ul2q.pipeline.progress import Progress
+from ul2q.pipeline.quantize.option_values import AUTO
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -195,6 +196,8 @@ def quant_config(path: Path | None, overrides: dict[str, Any]) -> QuantConfig:
     from ul2q.pipeline.config import QuantConfig
 
     values = {} if path is None else json_object(read_text(path, "a config.json"), str(path))
+    if "granularity" not in values:  # else a file without a step keeps what it meant when it was written
+        values.setdefault("step", AUTO)
     values |= overrides
     if "wbits" not in values:
         raise UsageError("--wbits is missing: give 1 to 8")

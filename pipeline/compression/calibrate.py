@@ -1,55 +1,48 @@
-"""Calibration without labels: batch norm statistics under quantised weights, activation ranges."""
+"""Calibration without labels: steps of weights, batch norm statistics and biases, activation ranges."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, cast
+import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from ul2q.pipeline.compression.activation_ranges import choose_ranges
+from ul2q.pipeline.compression.corrections import (
+    Batches,
+    BatchNormChoice,
+    correct_biases,
+    reestimate_batch_norm,
+    split,
+)
+from ul2q.pipeline.compression.weight_steps import choose_steps
 from ul2q.pipeline.errors import UsageError, within
-from ul2q.pipeline.graph.batch_norm import BATCH_NORMS
-from ul2q.pipeline.graph.capture import copy_graph
 from ul2q.pipeline.graph.prepare import Prepared
 from ul2q.pipeline.quantize.ema import ActivationStats
+from ul2q.pipeline.quantize.option_values import AUTO
 
-#: Starts a new pass over the calibration inputs; every batch is a tuple of model inputs.
-Batches = Callable[[], Iterable[tuple[Tensor, ...]]]
-
-
-@dataclass(frozen=True)
-class BatchNormChoice:
-    """Choice of batch norm statistics by the mean squared error of the outputs against the float model.
-
-    Attributes:
-        before: error with the statistics of the float model.
-        after: error with statistics re-estimated under quantised weights.
-    """
-
-    before: float
-    after: float
-
-    @property
-    def reestimated(self) -> bool:
-        """Whether the re-estimated statistics have the smaller error and are in use."""
-        return self.after < self.before
+# Samples on which layers are compared, and about their input elements: large images take much memory.
+_COMPARED, _LEAST_COMPARED, _COMPARED_ELEMENTS = 64, 8, 2**20
 
 
 def calibrate(
-    prepared: Prepared, reference: nn.Module, batches: Batches, *, synthetic: bool = False
+    prepared: Prepared,
+    reference: nn.Module,
+    batches: Batches,
+    *,
+    synthetic: bool = False,
+    correct: bool = True,
 ) -> BatchNormChoice | None:
     """Calibrate ``prepared`` in place on unlabelled inputs.
 
     Args:
         prepared: the graph with quantisers.
-        reference: the float network, for choosing the batch norm statistics.
+        reference: the float network, for choosing batch norm statistics and biases.
         batches: starts a pass over the calibration inputs.
-        synthetic: whether the inputs are synthetic: then the statistics of the float network are right, and
-            only their change by quantisation is applied.
+        synthetic: whether the inputs are synthetic, see `reestimate_batch_norm`.
+        correct: whether ``reference`` has the weights of ``prepared``, so that its layers show which biases
+            are missing.
 
     Returns:
         The choice of batch norm statistics, or None without batch norm, or without any batch of at least two
@@ -58,10 +51,28 @@ def calibrate(
     Raises:
         UsageError: there are no calibration samples, or activations are not finite.
     """
+    config = prepared.config
     set_activations(prepared, "off")
-    choice = _reestimate_batch_norm(prepared.module, reference, batches, synthetic)
+    if config.step != "paper" or config.granularity == AUTO:
+        choose_steps(prepared, compared_samples(batches))
+    if config.as_published:
+        choice = reestimate_batch_norm(prepared.module, reference, batches, batches, synthetic=synthetic)
+    else:
+        estimation, held_out = split(batches)
+        choice = reestimate_batch_norm(prepared.module, reference, estimation, held_out, synthetic=synthetic)
+        if correct:
+            correct_biases(prepared, reference, compared_samples(estimation), held_out)
     fit_activations(prepared, batches)
     return choice
+
+
+def compared_samples(batches: Batches) -> list[Tensor]:
+    """Return the first samples, one tensor per model input: at most 64, fewer where they are large.
+
+    Raises:
+        UsageError: there are none.
+    """
+    return _first(batches())
 
 
 def set_activations(prepared: Prepared, mode: str) -> None:
@@ -86,83 +97,27 @@ def fit_activations(prepared: Prepared, batches: Batches) -> None:
         prepared.module(*inputs)
         seen += len(inputs[0])
     if not seen:
-        raise UsageError("no calibration samples: give data with at least one training sample")
+        raise UsageError(_NO_SAMPLES)
     for site, quantizer in prepared.quantizers():
         with within(layer=site.name):
             quantizer.set_from_stats()
+    if prepared.config.act_fit == AUTO and not prepared.config.as_published:
+        choose_ranges(prepared, compared_samples(batches))
 
 
-@torch.no_grad()
-def _reestimate_batch_norm(
-    module: nn.Module, reference: nn.Module, batches: Batches, synthetic: bool
-) -> BatchNormChoice | None:
-    norms = _norms(module)
-    if not norms:
-        return None
-    before = _output_error(module, reference, batches)
-    old = {
-        name: copy.deepcopy((m.running_mean, m.running_var, m.num_batches_tracked))
-        for name, m in norms.items()
-    }
-    used = _average_statistics(module, batches)
-    if used and synthetic:
-        _shift_statistics(norms, reference, batches)
-    choice = BatchNormChoice(before, _output_error(module, reference, batches)) if used else None
-    if choice is None or not choice.reestimated:
-        for name, (mean, var, count) in old.items():
-            norm = norms[name]
-            norm.running_mean, norm.running_var, norm.num_batches_tracked = mean, var, count
-    return choice
+_NO_SAMPLES = "no calibration samples: give data with at least one training sample"
 
 
-def _norms(module: nn.Module) -> dict[str, Any]:
-    return {name: m for name, m in module.named_modules() if isinstance(m, BATCH_NORMS)}
-
-
-def _average_statistics(module: nn.Module, batches: Batches) -> int:
-    """Set the statistics of every batch norm to their plain average over the batches.
-
-    Returns:
-        The number of batches that contributed.
-    """
-    norms = _norms(module).values()
-    momenta = [m.momentum for m in norms]
-    module.eval()
-    for norm in norms:
-        norm.reset_running_stats()
-        norm.momentum = None  # plain average over the batches
-        norm.train()
-    used = 0
-    for inputs in batches():
-        if len(inputs[0]) > 1:  # one sample has no variance of its own
-            module(*inputs)
-            used += 1
-    for norm, momentum in zip(norms, momenta, strict=True):
-        norm.momentum = momentum
-        norm.eval()
-    return used
-
-
-def _shift_statistics(norms: dict[str, Any], reference: nn.Module, batches: Batches) -> None:
-    """Replace statistics of synthetic inputs by the stored ones, shifted as quantisation shifts them."""
-    on_synthetic = copy_graph(cast(Any, reference))
-    _average_statistics(on_synthetic, batches)
-    float_norms, stored_norms = _norms(on_synthetic), _norms(reference)
-    for name, norm in norms.items():
-        measured, stored = float_norms[name], stored_norms[name]
-        if stored.running_mean is not None:
-            norm.running_mean += stored.running_mean - measured.running_mean
-            norm.running_var *= stored.running_var / measured.running_var.clamp(min=norm.eps)
-
-
-def _output_error(module: nn.Module, reference: nn.Module, batches: Batches) -> float:
-    """Return the mean squared difference of all outputs."""
-    module.eval()
-    reference.eval()
-    total, count = 0.0, 0
-    for inputs in batches():
-        pairs = zip(pytree.tree_leaves(module(*inputs)), pytree.tree_leaves(reference(*inputs)), strict=True)
-        for actual, expected in pairs:
-            total += float((actual.double() - expected.double()).square().sum())
-            count += actual.numel()
-    return total / count if count else float("inf")
+def _first(batches: Iterable[tuple[Tensor, ...]]) -> list[Tensor]:
+    parts: list[tuple[Tensor, ...]] = []
+    count = 0
+    for inputs in batches:
+        elements = max(math.prod(x.shape[1:]) for x in inputs)
+        wanted = min(_COMPARED, max(_LEAST_COMPARED, _COMPARED_ELEMENTS // max(1, elements)))
+        parts.append(tuple(x[: wanted - count] for x in inputs))
+        count += len(parts[-1][0])
+        if count >= wanted:
+            break
+    if not count:
+        raise UsageError(_NO_SAMPLES)
+    return [torch.cat(same) for same in zip(*parts, strict=True)]

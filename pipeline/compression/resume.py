@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ul2q.pipeline.compression.calibrate import BatchNormChoice
+from ul2q.pipeline.compression.corrections import BatchNormChoice
 from ul2q.pipeline.compression.finetune import EpochResult
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.graph.prepare import Prepared

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ul2q.pipeline.compression.calibrate import BatchNormChoice, calibrate, fit_activations
+from ul2q.pipeline.compression.calibrate import calibrate, fit_activations
+from ul2q.pipeline.compression.corrections import BatchNormChoice
 from ul2q.pipeline.compression.finetune import EpochResult, finetune
 from ul2q.pipeline.compression.run_state import Run
 from ul2q.pipeline.data import Inputs, batches
@@ -99,7 +100,9 @@ def finetune_network(
             resume.save(prepared, batch_norm, epochs, tuning)
         score = "" if result.score is None else f", validation {run.task.title} {result.score:.4f}"
         run.progress.line(f"epoch {result.epoch}/{config.finetune_epochs}: loss {result.loss:.4f}{score}")
-    batch_norm = calibrate(prepared, captured.module, run.calibration, synthetic=run.is_synthetic)
+    batch_norm = calibrate(
+        prepared, captured.module, run.calibration, synthetic=run.is_synthetic, correct=False
+    )
     if resume is not None:
         resume.save(prepared, batch_norm, epochs, tuned=True)
     return tuple(epochs)

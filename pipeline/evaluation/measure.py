@@ -10,10 +10,11 @@ import numpy as np
 
 from ul2q.exporters.onnx.export import ExportedModel
 from ul2q.pipeline.evaluation import cost_model
-from ul2q.pipeline.graph.folding import master_weight
+from ul2q.pipeline.graph.folding import master_weight, weight_quantizer
 from ul2q.pipeline.graph.integer_modules import LoweredWeight
 from ul2q.pipeline.graph.lower import Lowered
 from ul2q.pipeline.graph.prepare import LayerPlan, Prepared
+from ul2q.pipeline.quantize.fake import WeightQuantizer
 from ul2q.pipeline.quantize.grid import dequantize
 from ul2q.pipeline.report import weight_distribution as report_weights
 from ul2q.runtimes import onnxruntime as runtime
@@ -40,6 +41,7 @@ def layers_report(prepared: Prepared, lowered: Lowered, exported: ExportedModel)
             row |= {
                 "alpha": _plain(weight.grid.alpha),
                 "beta": _plain(weight.grid.beta),
+                **_step(prepared, weight),
                 "sqnr_db": weight.sqnr_db,
                 "bytes_quantized": exported.layer_bytes[plan.name],
                 **_weights(prepared, weight),
@@ -63,11 +65,27 @@ def _planned(plan: LayerPlan, prepared: Prepared) -> dict[str, Any]:
         "multiply_adds": plan.multiply_adds,
         "wbits": config.wbits if plan.quantized else None,
         "abits": config.abits if plan.quantized and plan.reason is None else 32,
+        "step": config.step if plan.quantized else None,
         "granularity": config.granularity if plan.quantized else None,
         "bytes_float": 4 * plan.parameters,
         "bytes_quantized": None if plan.quantized else 4 * plan.parameters,
         "quantized": plan.quantized,
         "reason": plan.reason,
+    }
+
+
+def _quantizer(prepared: Prepared, weight: LoweredWeight) -> WeightQuantizer:
+    return weight_quantizer(prepared.module.get_submodule(weight.layer))
+
+
+def _step(prepared: Prepared, weight: LoweredWeight) -> dict[str, Any]:
+    """Return what was chosen for the step of a layer's weight."""
+    quantizer = _quantizer(prepared, weight)
+    step = quantizer.step
+    return {
+        "granularity": quantizer.granularity,
+        "step": None if step is None else step.name,
+        "output_error": None if step is None else step.error,
     }
 
 
@@ -77,7 +95,7 @@ def _weights(prepared: Prepared, weight: LoweredWeight) -> dict[str, Any]:
     grid = weight.grid
     # Constant channels are excluded: their codes no longer represent their weights.
     varying = np.setdiff1d(np.arange(len(w)), weight.constant_channels)
-    per_channel = grid.per_channel and prepared.config.granularity == "channel"
+    per_channel = _quantizer(prepared, weight).granularity == "channel"
     if not varying.size:
         return {"loss": None, "histogram": None}
     rows = varying if weight.constant_channels else slice(None)

@@ -14,8 +14,8 @@ from torch.nn.utils import parametrize
 from ul2q.pipeline.graph.operators.definition import WeightedOperator
 from ul2q.pipeline.graph.operators.registry import weighted_operator
 from ul2q.pipeline.graph.prepare import Prepared
+from ul2q.pipeline.quantize.fake import WeightQuantizer
 from ul2q.pipeline.quantize.grid import Grid
-from ul2q.pipeline.quantize.weight import quantize
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,18 @@ class FixedWeight:
     factor: NDArray[np.float64]
 
 
-def quantized_weight(layer: Any, k: int, granularity: str, quantizer: str) -> tuple[NDArray[np.int8], Grid]:
-    """Return codes and grid of a layer's weight: its fixed ones, else those of its float weight."""
+def quantized_weight(layer: Any) -> tuple[NDArray[np.int8], Grid]:
+    """Return codes and grid of a layer's weight: its fixed ones, else those of its quantiser."""
     fixed: FixedWeight | None = getattr(layer, "fixed_weight", None)
     if fixed is not None:
         return fixed.codes, fixed.grid
-    return quantize(master_weight(layer).numpy(), k, granularity, quantizer=quantizer)
+    codes, grid = weight_quantizer(layer).quantize(master_weight(layer).numpy())
+    return codes, grid
+
+
+def weight_quantizer(layer: Any) -> WeightQuantizer:
+    """Return the quantiser of a layer's weight."""
+    return cast(WeightQuantizer, layer.parametrizations.weight[0])
 
 
 def float_state_dict(model: nn.Module, prepared: Prepared) -> dict[str, Tensor]:

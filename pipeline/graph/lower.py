@@ -309,8 +309,7 @@ class _Lowering:
         Raises:
             JobError: a sum of products could overflow 32 bits.
         """
-        config = self.prepared.config
-        q, grid = quantized_weight(layer, config.wbits, config.granularity, config.quantizer)
+        q, grid = quantized_weight(layer)
         sqnr = sqnr_db(master_weight(layer).numpy(), dequantize(q, grid))
         scale = half_precision(np.broadcast_to(grid.scale, factor.shape).astype(np.float64) * factor)
         unit = (np.float32(in_scale) * scale).astype(np.float64)  # value of one unit of the accumulator
@@ -340,10 +339,8 @@ class _Lowering:
         self, name: str, layer: Any, norm: nn.Module | None, norm_name: str | None = None
     ) -> nn.Module:
         """Return a layer of integer weights and float arithmetic; the norm folds into scale and bias."""
-        config = self.prepared.config
         transposed = cast(WeightedOperator, weighted_operator(layer)).transposed
-        granularity = "tensor" if transposed else config.granularity
-        q, grid = quantized_weight(layer, config.wbits, granularity, config.quantizer)
+        q, grid = quantized_weight(layer)
         channels = 1 if transposed else len(q)
         factor, bias = fold_norm(layer, norm)
         scale = np.broadcast_to(grid.scale, (channels,)).astype(np.float64) * (1.0 if transposed else factor)

@@ -187,7 +187,8 @@ class _Preparation:
         for name, operator in self.weighted.items():
             if name in self.excluded:
                 continue
-            granularity = "tensor" if operator.transposed else self.config.granularity
+            by_channel = self.config.granularity == "channel" and not operator.transposed
+            granularity = "channel" if by_channel else "tensor"  # "auto" is decided in calibration
             quantizer = WeightQuantizer(self.config.wbits, granularity, quantizer=self.config.quantizer)
             # unsafe: the check would run the quantiser on meta data only to compare shapes that it keeps.
             parametrize.register_parametrization(self.modules[name], "weight", quantizer, unsafe=True)

@@ -9,7 +9,7 @@ A grid is s·(p − z) with p = 0..255, s float32 and z the uint8 zero point (se
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -24,6 +24,9 @@ from ul2q.pipeline.quantize.option_values import ACT_FITS
 
 MOMENTUM: Final = 0.9
 """Weight of the past in each update (the value of the authors' code)."""
+
+PERCENTILES: Final = (99.9, 99.99, 99.999)
+"""Shares of the values in percent, the same on both sides, that a range may hold."""
 
 Floats = NDArray[np.float64]
 Clip = tuple[float, float] | None
@@ -82,7 +85,7 @@ class ActivationParams:
     Attributes:
         scale: s, a float32 value.
         zero_point: z, 0..255.
-        fit: the rule of the fit: normal, rectified, minmax or search.
+        fit: the rule of the fit: normal, rectified, minmax, search, extremes or a percentile.
         error: its mean squared error on the histogram, relative to the mean square.
         errors: the error of every rule tried.
     """
@@ -244,11 +247,54 @@ def fit_activation(stats: ActivationStats, fit: str = "auto", clip: Clip = None)
     ranges["minmax"] = stats.averages[2:]
     if fit == "auto":
         ranges["search"] = _search(stats, clip)
+    fits = _params(stats, ranges, clip)
+    errors = {name: params.error for name, params in fits.items()}
+    name = min(errors, key=lambda rule: errors[rule]) if fit == "auto" else fit if fit in errors else "normal"
+    return replace(fits[name], errors=errors)
+
+
+def alternatives(
+    stats: ActivationStats, chosen: ActivationParams, clip: Clip = None
+) -> list[ActivationParams]:
+    """Return other grids than ``chosen`` for its statistics.
+
+    They are those of the rules of `fit_activation`, of the extremes ever seen, and of the percentiles
+    `PERCENTILES`.
+
+    Args:
+        stats: statistics of the calibration.
+        chosen: a grid that `fit_activation` returned.
+        clip: bounds that the levels may not exceed.
+
+    Returns:
+        The grids; all know the errors of all rules tried.
+    """
+    ranges = {"normal": _normal_range(stats)}
+    if stats.low >= 0 and stats.high > 0:
+        ranges["rectified"] = _rectified_range(stats)
+    ranges["minmax"] = stats.averages[2:]
+    ranges["extremes"] = (stats.low, stats.high)
+    ranges |= {f"percentile {share:g}": stats.histogram.percentile(share) for share in PERCENTILES}
+    fits = _params(stats, ranges, clip)
+    errors = {**chosen.errors, **{name: params.error for name, params in fits.items()}}
+    grids = {(chosen.scale, chosen.zero_point)}
+    others = []
+    for params in fits.values():
+        if (params.scale, params.zero_point) not in grids:
+            grids.add((params.scale, params.zero_point))
+            others.append(replace(params, errors=errors))
+    return others
+
+
+def _params(
+    stats: ActivationStats, ranges: dict[str, tuple[float, float]], clip: Clip
+) -> dict[str, ActivationParams]:
+    """Return the grid of every range, with its own error only."""
     low, high = np.array(list(ranges.values())).T
     scales, zero_points = snap(low, high, clip)
     power = stats.histogram.mean_square()
     relative = stats.histogram.squared_error(scales, zero_points) / (power or 1.0)
-    errors = dict(zip(ranges, (float(e) for e in relative), strict=True))
-    name = min(errors, key=lambda rule: errors[rule]) if fit == "auto" else fit if fit in errors else "normal"
-    i = list(ranges).index(name)
-    return ActivationParams(float(scales[i]), int(zero_points[i]), name, errors[name], errors)
+    return {
+        name: ActivationParams(float(scale), int(zero_point), name, float(error), {name: float(error)})
+        for name, scale, zero_point, error in zip(ranges, scales, zero_points, relative, strict=True)
+    }

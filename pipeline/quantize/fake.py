@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ul2q.pipeline.errors import UsageError, within
@@ -14,6 +17,9 @@ from ul2q.pipeline.quantize.ema import ActivationParams, ActivationStats, Clip, 
 from ul2q.pipeline.quantize.histogram import BINS
 from ul2q.pipeline.quantize.option_values import ACT_FITS
 from ul2q.pipeline.quantize.registry import DEFAULT_QUANTIZER
+from ul2q.pipeline.quantize.rules.mu_l2q import MuL2Q
+from ul2q.pipeline.quantize.rules.rule import WeightRule
+from ul2q.pipeline.quantize.steps import Step
 from ul2q.pipeline.quantize.weight import rule_for
 
 MODES: Final = ("off", "observe", "quantize")
@@ -25,8 +31,8 @@ class _QuantizedWeight(torch.autograd.Function):
     """scale·w_int of the weight's own grid; ∂L/∂w = ∂L/∂w_q (equation 15 of [P]), for clipped weights too."""
 
     @staticmethod
-    def forward(ctx: Any, w: Tensor, k: int, granularity: str, channel_axis: int, quantizer: str) -> Tensor:  # noqa: ARG004
-        values, rule = w.float(), rule_for(quantizer, k, granularity)
+    def forward(ctx: Any, w: Tensor, rule: WeightRule, k: int, granularity: str, channel_axis: int) -> Tensor:  # noqa: ARG004
+        values = w.float()
         if not rule.codes_follow_grid:
             codes, grid = rule.quantize(values.cpu().numpy(), k, granularity, channel_axis)
             q = torch.from_numpy(codes).to(values.device)
@@ -65,6 +71,9 @@ class WeightQuantizer(nn.Module):
         channel_axis: axis of the output channels (1 for ConvTranspose).
         quantizer: a name in `ul2q.pipeline.quantize.registry.QUANTIZERS`.
 
+    Attributes:
+        step: the rule for the step of μL2Q weights, λ*σ until `set_step`; None for other quantisers.
+
     Raises:
         UsageError: an argument is out of range.
     """
@@ -75,13 +84,35 @@ class WeightQuantizer(nn.Module):
         super().__init__()
         if k not in range(1, 9):
             raise UsageError(f"`k` is {k}: weights take 1 to 8 bits")
-        rule_for(quantizer, k, granularity)  # checks that it exists
+        self.rule = rule_for(quantizer, k, granularity)
         self.k, self.granularity, self.channel_axis = k, granularity, channel_axis
         self.quantizer = quantizer
+        self.step = Step(granularity=granularity) if isinstance(self.rule, MuL2Q) else None
+
+    def set_step(self, step: Step) -> None:
+        """Use another rule for the step of μL2Q weights, with its granularity."""
+        self.step, self.granularity, self.rule = step, step.granularity, MuL2Q(step)
+
+    def quantize(self, w: NDArray[np.float32]) -> tuple[NDArray[np.int8], grids.Grid]:
+        """Return the codes of ``w``, int8 of its shape, and its grid."""
+        return self.rule.quantize(w, self.k, self.granularity, self.channel_axis)
 
     def forward(self, w: Tensor) -> Tensor:
         """Return the quantised weight, of the shape and type of ``w``."""
-        return _QuantizedWeight.apply(w, self.k, self.granularity, self.channel_axis, self.quantizer)
+        return _QuantizedWeight.apply(w, self.rule, self.k, self.granularity, self.channel_axis)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Return the rule for the step as plain types and a tensor."""
+        if self.step is None:
+            return {}
+        ratio = None if self.step.ratio is None else torch.from_numpy(self.step.ratio.copy())
+        return {**dataclasses.asdict(self.step), "ratio": ratio}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Restore what `get_extra_state` returned."""
+        if state:
+            ratio = None if state["ratio"] is None else state["ratio"].numpy().copy()
+            self.set_step(Step(**{**state, "ratio": ratio}))
 
     def right_inverse(self, w: Tensor) -> Tensor:
         """Return ``w``: assigning a weight sets the float weight."""
@@ -90,6 +121,8 @@ class WeightQuantizer(nn.Module):
     def extra_repr(self) -> str:
         """Return the arguments as text."""
         text = f"k={self.k}, granularity={self.granularity!r}, channel_axis={self.channel_axis}"
+        if self.step is not None and self.step.name != "paper":
+            text += f", step={self.step.name!r}"
         return text if self.quantizer == DEFAULT_QUANTIZER else f"{text}, quantizer={self.quantizer!r}"
 
 
@@ -164,9 +197,7 @@ class ActivationQuantizer(nn.Module):
         """
         if self._mode == "observe":
             self._observe(x.detach())
-        if self._mode == "quantize":
-            return _QuantizedActivation.apply(x, self.scale, self.zero_point)
-        return x
+        return self.quantized(x) if self._mode == "quantize" else x
 
     def _observe(self, x: Tensor) -> None:
         """Update the statistics with ``x``.
@@ -206,11 +237,21 @@ class ActivationQuantizer(nn.Module):
         """
         if not self.stats.count:
             raise UsageError(f"{self.name}: no activations were observed; run calibration batches first")
-        self.params = fit_activation(self.stats, self.fit, self.clip)
-        self.scale.fill_(self.params.scale)
-        self.zero_point.fill_(self.params.zero_point)
+        params = fit_activation(self.stats, self.fit, self.clip)
+        self.use(params)
         self.mode = "quantize"
-        return self.params
+        return params
+
+    def use(self, params: ActivationParams) -> None:
+        """Use the grid of ``params``."""
+        self.params = params
+        self.scale.fill_(params.scale)
+        self.zero_point.fill_(params.zero_point)
+
+    def quantized(self, x: Tensor) -> Tensor:
+        """Return ``x`` on the grid, in every mode."""
+        y: Tensor = _QuantizedActivation.apply(x, self.scale, self.zero_point)
+        return y
 
     def extra_repr(self) -> str:
         """Return name, mode and grid as text."""

@@ -105,3 +105,12 @@ class Histogram:
             counts[-self.start] -= self.zeros
         index = np.arange(self.start, self.start + BINS, dtype=np.float64)
         return float(np.sum(counts * (index**2 + index + 1 / 3)) * 4.0**self.exponent / self.total)
+
+    def percentile(self, share: float) -> tuple[float, float]:
+        """Return the range that holds ``share`` percent of the values, as much cut off above as below."""
+        beyond = (1 - share / 100) / 2 * self.total
+        below = np.cumsum(self.counts)
+        first = int(np.searchsorted(below, beyond, side="right"))
+        last = int(np.searchsorted(below, self.total - beyond, side="left"))
+        width = 2.0**self.exponent
+        return (self.start + first) * width, (self.start + last + 1) * width

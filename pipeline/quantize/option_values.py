@@ -1,4 +1,4 @@
-"""Granularities of a weight quantiser, and fits of activation ranges."""
+"""Values of the options of a quantiser: granularity and step of weights, fits of activation ranges."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import Final
 from ul2q.pipeline.errors import UsageError
 
 GRANULARITIES: Final = ("tensor", "channel")
+STEPS: Final = ("paper", "mse", "minmax")
+"""Steps of μL2Q: λ*σ ([P]), the least squared error, the one that reaches the largest weight."""
+AUTO: Final = "auto"
 ACT_FITS: Final = ("auto", "normal", "rectified", "minmax")
 
 

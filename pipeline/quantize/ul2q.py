@@ -82,9 +82,12 @@ def cast(x: Array, dtype: str, xp: Namespace) -> Array:
     return x.to(target) if hasattr(x, "to") else np.asarray(x).astype(target, copy=False)
 
 
-def constant(v: np.ndarray, like: Array, xp: Namespace) -> Array:
-    """Return a copy of the NumPy array ``v`` in the namespace and on the device of ``like``."""
-    if xp is np:
+def constant(v: Array, like: Array, xp: Namespace) -> Array:
+    """Return a copy of the NumPy array ``v`` in the namespace and on the device of ``like``.
+
+    What is no NumPy array is returned as it is.
+    """
+    if xp is np or not isinstance(v, np.ndarray):
         return v
     return (
         xp.tensor(v, device=like.device) if hasattr(like, "device") and hasattr(xp, "tensor") else xp.array(v)
@@ -152,7 +155,7 @@ def optimal_step(k: int) -> float:
     return float(brentq(slope, 2.0**-k, 8.0 * k * 2.0**-k, xtol=1e-15))
 
 
-def _tree_sum(x: Array) -> Array:
+def tree_sum(x: Array) -> Array:
     """Return the sum of [..., n] over the last axis, by halving.
 
     Libraries differ in the order of their sums, also with the number of threads, and hence in the last bits.
@@ -172,7 +175,7 @@ def _tree_sum(x: Array) -> Array:
     return total
 
 
-def _sums(rows: Array, xp: Namespace, centre: Array | None = None) -> Array:
+def row_sums(rows: Array, xp: Namespace, centre: Array | None = None) -> Array:
     """Return the float64 sums [R] of float32 ``rows`` [R, n], or of their squared distance to ``centre`` [R].
 
     Pieces of at most `_PIECE` values bound the float64 memory.
@@ -188,8 +191,8 @@ def _sums(rows: Array, xp: Namespace, centre: Array | None = None) -> Array:
             if centre is not None:
                 piece = piece - xp.reshape(centre[top : top + height], (-1, 1))
                 piece = piece * piece
-            parts.append(_tree_sum(piece))
-        sums.append(_tree_sum(xp.stack(parts, -1)))
+            parts.append(tree_sum(piece))
+        sums.append(tree_sum(xp.stack(parts, -1)))
     return xp.concatenate(sums)
 
 
@@ -213,18 +216,28 @@ def require_finite(w: Array, alpha: Array, beta: Array, xp: Namespace) -> None:
 
 
 def scale_offset(
-    w: Array, k: int, axis: int | None = None, xp: Namespace | None = None, *, check: bool = True
+    w: Array,
+    k: int,
+    axis: int | None = None,
+    xp: Namespace | None = None,
+    *,
+    ratio: Array | None = None,
+    symmetric: bool = False,
+    check: bool = True,
 ) -> tuple[Array, Array]:
-    """Return step and offset of a weight: α = λ*_k·σ, β = μ (equation 10 of [P]).
+    """Return step and offset of a weight: α = λ*_k·σ, β = μ (equation 10 of [P]), or a fitted step.
 
-    Mean and population standard deviation are taken in float64 over the float32 values of ``w``. σ = 0 gives
-    α = 0, as does a step below `SMALLEST_STEP`.
+    A fitted step is ``ratio``·σ with β = μ, or ``ratio``·max|w| with β = 0 (see
+    `ul2q.pipeline.quantize.steps`). Mean and population standard deviation are taken in float64 over the
+    float32 values of ``w``. A statistic of 0 gives α = 0, as does a step below `SMALLEST_STEP`.
 
     Args:
         w: weight of any shape and floating type.
         k: width in bits, 1..8.
         axis: None for one pair per tensor, otherwise the channel axis (0: outputs of conv and linear).
         xp: array namespace.
+        ratio: step over its statistic, float32 [] or [C]; None for λ*_k.
+        symmetric: whether β = 0 and the statistic is max|w|.
         check: whether to check the values, which is impossible in a traced graph.
 
     Returns:
@@ -242,12 +255,17 @@ def scale_offset(
             rows = xp.reshape(values, (1, -1))
         else:
             rows = xp.reshape(xp.moveaxis(values, axis, 0), (values.shape[axis], -1))
-        n = rows.shape[-1]
-        mean = _sums(rows, xp) / n
-        sigma = xp.sqrt(_sums(rows, xp, mean) / n)
+        if symmetric:
+            statistic = cast(xp.amax(xp.abs(rows), -1), "float64", xp)
+            offset = statistic * 0
+        else:
+            n = rows.shape[-1]
+            offset = row_sums(rows, xp) / n
+            statistic = xp.sqrt(row_sums(rows, xp, offset) / n)
+        factor = LAMBDA[k] if ratio is None else cast(constant(ratio, rows, xp), "float64", xp)
         shape = () if axis is None else (-1,)
-        alpha = xp.reshape(cast(LAMBDA[k] * sigma, "float32", xp), shape)
-        beta = xp.reshape(cast(mean, "float32", xp), shape)
+        alpha = xp.reshape(cast(factor * statistic, "float32", xp), shape)
+        beta = xp.reshape(cast(offset, "float32", xp), shape)
     if check:
         require_finite(values, alpha, beta, xp)
     return xp.where(alpha >= SMALLEST_STEP, alpha, alpha * 0), beta

@@ -50,6 +50,12 @@ class Layer(TypedDict):
     wbits: int | None
     abits: int | None
     granularity: str | None
+    step: (
+        str | None
+    )  # rule for the step of the weights: paper, mse, minmax or output; None: the quantiser's own
+    output_error: (
+        float | None
+    )  # squared error of the output by the weights over its variance, on calibration samples
     alpha: float | list[float] | None
     beta: float | list[float] | None
     sqnr_db: float | None  # of the weights

@@ -8,17 +8,25 @@ import numpy as np
 
 from ul2q.pipeline.quantize import ul2q
 from ul2q.pipeline.quantize.rules.rule import Steps, WeightRule
+from ul2q.pipeline.quantize.steps import PAPER, Step
 from ul2q.pipeline.quantize.ul2q import Array
 
 
 class MuL2Q(WeightRule):
-    """Step λ*σ and offset μ; the arithmetic gives equal bits in NumPy, torch and Keras."""
+    """Levels α(q + 1/2) + β; the arithmetic gives equal bits in NumPy, torch and Keras.
+
+    Args:
+        step: the rule for step and offset; λ*σ and μ by default.
+    """
 
     codes_follow_grid: ClassVar[bool] = True
 
+    def __init__(self, step: Step = PAPER) -> None:
+        self.step = step
+
     def scale_offset(self, w: Array, k: int, axis: int | None = None) -> Steps:
         """Return `ul2q.pipeline.quantize.ul2q.scale_offset`."""
-        alpha, beta = ul2q.scale_offset(w, k, axis)
+        alpha, beta = ul2q.scale_offset(w, k, axis, ratio=self.step.ratio, symmetric=self.step.symmetric)
         return alpha, beta
 
     def codes(

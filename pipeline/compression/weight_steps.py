@@ -1,0 +1,165 @@
+"""Choose the step of every weight by the error of its layer's output on calibration samples."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from ul2q.pipeline.config import QuantConfig
+from ul2q.pipeline.graph.folding import master_weight, shell, weight_quantizer
+from ul2q.pipeline.graph.operators.definition import WeightedOperator
+from ul2q.pipeline.graph.operators.registry import weighted_operator
+from ul2q.pipeline.graph.prepare import Prepared
+from ul2q.pipeline.quantize.grid import dequantize
+from ul2q.pipeline.quantize.option_values import AUTO, GRANULARITIES
+from ul2q.pipeline.quantize.rules.mu_l2q import MuL2Q
+from ul2q.pipeline.quantize.steps import (
+    CHANNEL_GAIN_DB,
+    MINIMUM_GAIN_DB,
+    Step,
+    fitted_step,
+    minmax_step,
+)
+
+# A channel that hardly varies still counts this part of the mean: its errors must not be free.
+_LEAST_IMPORTANCE = 1e-3
+
+
+@torch.no_grad()
+def choose_steps(prepared: Prepared, inputs: Sequence[Tensor]) -> None:
+    """Choose step and granularity of every quantised weight, in place; every layer sees its real inputs.
+
+    The candidates are ordered by the bytes that they cost: λ*σ per tensor, a fitted step per tensor, fitted
+    steps per channel. One takes the place of another only if it lowers the error of the layer's output by
+    `MINIMUM_GAIN_DB` (from λ*σ) or `CHANNEL_GAIN_DB` (from tensor to channel). The mean error of a channel
+    does not count: batch norm statistics and biases absorb it.
+
+    Args:
+        prepared: the graph; the activation quantisers are off.
+        inputs: calibration samples, one tensor per model input.
+    """
+    module, config = prepared.module, prepared.config
+    handles = []
+    for layer in module.modules():
+        if not parametrize.is_parametrized(layer, "weight") or weight_quantizer(layer).step is None:
+            continue
+        if config.step in (AUTO, "mse", "minmax") or config.granularity == AUTO:
+            handles.append(layer.register_forward_pre_hook(_Chooser(config)))
+    try:
+        module.eval()
+        module(*inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Chooser:
+    """Chooses the step of a layer when it is called for the first time."""
+
+    def __init__(self, config: QuantConfig) -> None:
+        self.config, self.done = config, False
+
+    def __call__(self, layer: nn.Module, arguments: tuple[Any, ...]) -> None:
+        if self.done:
+            return
+        self.done = True
+        problem = _LayerProblem.of(layer, arguments[0])
+        weight_quantizer(layer).set_step(problem.choose(self.config))
+
+
+@dataclasses.dataclass(frozen=True)
+class _LayerProblem:
+    """The weight and the input of one layer.
+
+    Attributes:
+        layer: the layer.
+        operator: its definition.
+        inputs: its input [N, I, …], or […, I] of a linear layer.
+        weight: its float weight.
+        k: width in bits.
+    """
+
+    layer: nn.Module
+    operator: WeightedOperator
+    inputs: Tensor
+    weight: NDArray[np.float32]
+    k: int
+
+    @classmethod
+    def of(cls, layer: nn.Module, inputs: Tensor) -> _LayerProblem:
+        operator = weighted_operator(layer)
+        assert operator is not None  # noqa: S101  (only such layers have a quantised weight)
+        return cls(layer, operator, inputs, master_weight(layer).numpy(), weight_quantizer(layer).k)
+
+    def choose(self, config: QuantConfig) -> Step:
+        power = self._power(torch.from_numpy(self.weight))
+        best: Step | None = None
+        for step in self.candidates(config):
+            error = self.output_error(step) / power if power else 0.0
+            step = dataclasses.replace(step, error=error)
+            if best is None or error < (best.error or 0.0) * 10 ** (-self._needed_gain(best, step) / 10):
+                best = step
+        assert best is not None  # noqa: S101  (there is always a candidate)
+        return best
+
+    def candidates(self, config: QuantConfig) -> Iterator[Step]:
+        """Yield the steps that the configuration leaves to choose from, the cheapest first."""
+        granularities: Sequence[str] = GRANULARITIES if config.granularity == AUTO else (config.granularity,)
+        if self.operator.transposed:
+            granularities = ("tensor",)
+        if config.step in (AUTO, "paper"):
+            yield Step(granularity=granularities[0])
+        for granularity in granularities:
+            if config.step == "paper" and granularity != granularities[0]:
+                yield Step(granularity=granularity)
+            elif config.step == "minmax":
+                yield minmax_step(self.weight, self.k, granularity)
+            elif config.step == "mse":
+                yield fitted_step(self.weight, self.k, granularity)
+            elif config.step == AUTO:
+                yield fitted_step(self.weight, self.k, granularity, importance=self.importance())
+
+    def _needed_gain(self, old: Step, new: Step) -> float:
+        if old.name == "paper" and new.name != "paper":
+            return MINIMUM_GAIN_DB[self.k]
+        return CHANNEL_GAIN_DB if old.granularity != new.granularity else 0.0
+
+    def output_error(self, step: Step) -> float:
+        """Return the squared error of the output, summed over everything but the mean of each channel."""
+        codes, grid = MuL2Q(step).quantize(self.weight, self.k, step.granularity, 0)
+        return self._power(torch.from_numpy(self.weight - dequantize(codes, grid)))
+
+    def _power(self, weight: Tensor) -> float:
+        bare = shell(self.layer, bias=False)
+        y: Tensor = torch.func.functional_call(bare, {"weight": weight}, (self.inputs,))
+        channels = y.shape[-1] if self.operator.channels_last else y.shape[1]
+        rows = (
+            y.reshape(-1, channels).T
+            if self.operator.channels_last
+            else y.transpose(0, 1).reshape(channels, -1)
+        )
+        return float((rows - rows.mean(1, keepdim=True)).double().square().sum())
+
+    def importance(self) -> NDArray[np.float32]:
+        """Return the variance of what each weight multiplies, shaped to broadcast with the weight."""
+        x = self.inputs
+        if self.operator.channels_last:
+            variance = x.reshape(-1, x.shape[-1]).double().var(0, correction=0)
+        else:
+            variance = x.transpose(0, 1).reshape(x.shape[1], -1).double().var(1, correction=0)
+        variance = variance + _LEAST_IMPORTANCE * variance.mean()
+        values = variance.numpy() if float(variance.sum()) > 0 else np.ones(len(variance))
+        spatial = [1] * (self.weight.ndim - 2)
+        if self.operator.transposed:
+            return values.reshape(-1, 1, *spatial).astype(np.float32)
+        groups = getattr(self.layer, "groups", 1)
+        by_group = values.reshape(groups, -1)
+        by_output = np.repeat(by_group, len(self.weight) // groups, axis=0) if groups > 1 else by_group
+        return by_output.reshape(*by_output.shape, *spatial).astype(np.float32)

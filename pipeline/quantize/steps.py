@@ -1,0 +1,230 @@
+"""Step and offset of a μL2Q weight: the paper's, and fitted ones that follow the weights in training.
+
+A step is a fixed ratio of a statistic of the weights, so that it moves with them when they are trained:
+
+===========  ==================  =================================================================
+offset       step                used
+===========  ==================  =================================================================
+β = μ        α = ratio·σ         λ*_k, the optimum on normal weights ([P], equation 10); fitted where
+                                 offsets per channel fit the integer grid (up to 6 bits)
+β = 0        α = ratio·max|w|    fitted, from 7 bits on: all 2^k levels are needed to span the range, and
+                                 one zero point serves all channels
+===========  ==================  =================================================================
+
+A fitted ratio minimises the squared error of the weights, or the expected squared error of the layer's
+output: with rounding errors independent of each other that is the error of every weight times the variance of
+the input that it multiplies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ul2q.pipeline.quantize import ul2q
+from ul2q.pipeline.quantize.grid import SATURATION_FREE, Grid, deployable_grid
+
+Floats = NDArray[np.float32]
+
+CENTRED_WIDTHS: Final = range(1, 7)
+"""Widths at which the fitted levels are centred on μ; wider ones are symmetric around zero."""
+
+MINIMUM_GAIN_DB: Final = {1: 0.5, 2: 0.5, 3: 0.5, 4: 1.0, 5: 1.5, 6: 2.5, 7: 3.0, 8: 3.5}
+"""Least fall of the error for which λ*σ is left: normal weights, 144 a channel, gain up to this by chance."""
+
+CHANNEL_GAIN_DB: Final = 1.0
+"""Least fall of the error for which a fitted step per tensor gives way to one per channel."""
+
+# A piece of this size stays in the cache of a core while its error is computed.
+_PIECE: Final = 2**16
+_COARSE: Final = 13
+_REFINEMENTS: Final = 3
+# Smallest step searched, in steps λ*σ: lower ones lose more by clipping than they gain.
+_SMALLEST: Final = 0.4
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A rule for step and offset of one weight.
+
+    Attributes:
+        name: how it was found: "paper", "mse", "minmax" or "output".
+        granularity: "tensor" or "channel".
+        ratio: step over statistic, float32 [] or [C]; None for λ*_k.
+        symmetric: whether β = 0 and the statistic is max|w|, else β = μ and it is σ.
+        error: squared error of the layer's output over its variance, on calibration samples; None if unknown.
+    """
+
+    name: str = "paper"
+    granularity: str = "tensor"
+    ratio: Floats | None = None
+    symmetric: bool = False
+    error: float | None = None
+
+
+PAPER: Final = Step()
+"""λ*σ per tensor ([P], equation 10)."""
+
+
+def minmax_step(w: NDArray[Any], k: int, granularity: str, channel_axis: int = 0) -> Step:
+    """Return the symmetric step that reaches the largest weight: α = 2·max|w|/(2^k − 1)."""
+    shape = (w.shape[channel_axis],) if granularity == "channel" else ()
+    return Step("minmax", granularity, np.full(shape, 2 / (2**k - 1), np.float32), symmetric=True)
+
+
+def fitted_step(
+    w: NDArray[Any],
+    k: int,
+    granularity: str,
+    channel_axis: int = 0,
+    importance: NDArray[Any] | None = None,
+) -> Step:
+    """Fit the step of the least squared error.
+
+    The levels are centred on μ where the integer grid has room for the offsets: up to 6 bits if all channels
+    fit, per tensor also at 7 and 8 bits if that narrows their range by a third. Else they are symmetric.
+
+    Args:
+        w: weight of any shape, finite.
+        k: width in bits, 1..8.
+        granularity: "tensor" or "channel".
+        channel_axis: axis of the output channels.
+        importance: what the squared error of each weight is multiplied by, shaped to broadcast with ``w``;
+            None for one.
+
+    Returns:
+        The rule, "output" with an importance and "mse" without.
+    """
+    rows = _rows(w, granularity, channel_axis)
+    weights = None
+    if importance is not None:
+        weights = _rows(np.broadcast_to(importance, w.shape), granularity, channel_axis)
+    mean, sigma = _moments(rows)
+    name = "mse" if importance is None else "output"
+    shape = () if granularity == "tensor" else (-1,)
+
+    def fit(statistic: NDArray[np.float64], beta: NDArray[np.float64], *, symmetric: bool) -> Step:
+        high = 2 * _largest(rows, beta) / (2**k - 1)
+        low = np.minimum(high, _SMALLEST * ul2q.LAMBDA[k] * sigma)
+        alpha = _least_error(rows, weights, k, beta, low, high)
+        ratio = (alpha / np.where(statistic > 0, statistic, 1)).astype(np.float32)
+        return Step(name, granularity, ratio.reshape(shape), symmetric)
+
+    largest = _largest(rows, np.zeros_like(mean))
+    one_offset = granularity == "tensor" and bool(largest[0] > 1.5 * _largest(rows, mean)[0])
+    centred = fit(sigma, mean, symmetric=False) if k in CENTRED_WIDTHS or one_offset else None
+    if centred is not None and (granularity == "tensor" or _fits(centred, sigma, mean, k)):
+        return centred
+    symmetric = fit(largest, np.zeros_like(mean), symmetric=True)
+    if centred is None or k > 5:
+        return symmetric
+
+    def error(step: Step) -> float:  # where steps have to grow, it is not known which is better
+        grid = _grid(step, largest if step.symmetric else sigma, mean, k)
+        return float(np.sum(squared_error(rows, grid.alpha, grid.beta, k, weights)))
+
+    return min(centred, symmetric, key=error)
+
+
+def _alpha(step: Step, statistic: NDArray[np.float64]) -> Floats:
+    assert step.ratio is not None  # noqa: S101  (fitted steps have one)
+    return (np.ravel(step.ratio) * statistic).astype(np.float32)
+
+
+def _grid(step: Step, statistic: NDArray[np.float64], mean: NDArray[np.float64], k: int) -> Grid:
+    alpha = _alpha(step, statistic)
+    return deployable_grid(alpha, np.zeros_like(alpha) if step.symmetric else mean.astype(np.float32), k)
+
+
+def _fits(step: Step, sigma: NDArray[np.float64], mean: NDArray[np.float64], k: int) -> bool:
+    """Return whether the integer grid of steps per channel needs no larger steps and stays within ±64."""
+    grid = _grid(step, sigma, mean, k)
+    alpha = _alpha(step, sigma)
+    varying = grid.alpha > 0
+    return grid.largest_stored <= SATURATION_FREE and np.array_equal(grid.alpha[varying], alpha[varying])
+
+
+def squared_error(
+    rows: Floats, alpha: NDArray[Any], beta: NDArray[Any], k: int, importance: Floats | None = None
+) -> NDArray[np.float64]:
+    """Return the squared error [R] of ``rows`` [R, n] on the levels of steps and offsets [R].
+
+    The offset moves as on the deployable grid of 6 to 8 bits, so that zero is a level.
+    """
+    alpha = np.maximum(alpha, ul2q.SMALLEST_STEP)
+    if k > 5:
+        beta = alpha * (np.round(beta / alpha + 0.5) - 0.5)
+    low, high = -(2.0 ** (k - 1)), 2.0 ** (k - 1) - 1
+    step, inverse, offset = (v.astype(np.float32)[:, None] for v in (alpha, 1 / alpha, beta))
+    total = np.zeros(len(rows))
+    for r, c in _pieces(*rows.shape):
+        x = rows[r, c] - offset[r]
+        q = x * inverse[r]
+        np.floor(q, out=q)
+        np.clip(q, low, high, out=q)
+        q += np.float32(0.5)
+        q *= step[r]
+        x -= q
+        x *= x
+        if importance is not None:
+            x *= importance[r, c]
+        total[r] += ul2q.tree_sum(x.astype(np.float64))
+    return total
+
+
+def _least_error(
+    rows: Floats, importance: Floats | None, k: int, beta: NDArray[Any], low: NDArray[Any], high: NDArray[Any]
+) -> NDArray[np.float64]:
+    """Return the steps [R] of least error from ``low`` to ``high`` [R], evenly in logarithm, then finer."""
+    low = np.maximum(low, ul2q.SMALLEST_STEP)
+    high = np.maximum(high, low)
+    spacing = np.log(high / low) / (_COARSE - 1)
+    best = high.copy()
+    least = squared_error(rows, best, beta, k, importance)
+
+    def try_steps(alpha: NDArray[Any]) -> None:
+        error = squared_error(rows, alpha, beta, k, importance)
+        better = error < least
+        best[better], least[better] = alpha[better], error[better]
+
+    for i in range(1, _COARSE):
+        try_steps(high * np.exp(-i * spacing))
+    for _ in range(_REFINEMENTS):
+        spacing = spacing / 2
+        middle = best.copy()
+        try_steps(np.minimum(middle * np.exp(spacing), high))
+        try_steps(middle * np.exp(-spacing))
+    return best
+
+
+def _rows(w: NDArray[Any], granularity: str, channel_axis: int) -> Floats:
+    values = np.asarray(w, np.float32)
+    if granularity == "channel":
+        values = np.moveaxis(values, channel_axis, 0)
+        return np.ascontiguousarray(values.reshape(len(values), -1))
+    return np.ascontiguousarray(values.reshape(1, -1))
+
+
+def _pieces(count: int, n: int) -> Iterator[tuple[slice, slice]]:
+    """Yield the pieces of an array [count, n], of at most `_PIECE` values each."""
+    width = min(n, _PIECE)
+    height = max(1, _PIECE // width)
+    for top in range(0, count, height):
+        for left in range(0, n, width):
+            yield slice(top, top + height), slice(left, left + width)
+
+
+def _moments(rows: Floats) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return mean and population standard deviation [R], as `ul2q.scale_offset` computes them."""
+    n = rows.shape[1]
+    mean = ul2q.row_sums(rows, np) / n
+    return mean, np.sqrt(ul2q.row_sums(rows, np, mean) / n)
+
+
+def _largest(rows: Floats, beta: NDArray[Any]) -> NDArray[np.float64]:
+    """Return the largest |w − β| [R]."""
+    return np.maximum(rows.max(1) - beta, beta - rows.min(1)).astype(np.float64)
