@@ -98,7 +98,8 @@ def _config(module: fx.GraphModule, translated: Translated, opset: int, storage:
     return QuantConfig(
         wbits=max(layer.wbits for layer in layers),
         abits=8 if translated.quantizers else 32,
-        granularity=layers[0].granularity,
+        step="paper",  # codes and ranges are those of the model
+        granularity="tensor",
         epochs=0,
         exclude=left_alone,
         opset=opset,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,15 +18,9 @@ from ul2q.pipeline.graph.operators.definition import WeightedOperator
 from ul2q.pipeline.graph.operators.registry import weighted_operator
 from ul2q.pipeline.graph.prepare import Prepared
 from ul2q.pipeline.quantize.grid import dequantize
-from ul2q.pipeline.quantize.option_values import AUTO, GRANULARITIES
+from ul2q.pipeline.quantize.option_values import AUTO
 from ul2q.pipeline.quantize.rules.mu_l2q import MuL2Q
-from ul2q.pipeline.quantize.steps import (
-    CHANNEL_GAIN_DB,
-    MINIMUM_GAIN_DB,
-    Step,
-    fitted_step,
-    minmax_step,
-)
+from ul2q.pipeline.quantize.steps import Step, candidates, choose_step
 
 # A channel that hardly varies still counts this part of the mean: its errors must not be free.
 _LEAST_IMPORTANCE = 1e-3
@@ -36,10 +30,8 @@ _LEAST_IMPORTANCE = 1e-3
 def choose_steps(prepared: Prepared, inputs: Sequence[Tensor]) -> None:
     """Choose step and granularity of every quantised weight, in place; every layer sees its real inputs.
 
-    The candidates are ordered by the bytes that they cost: λ*σ per tensor, a fitted step per tensor, fitted
-    steps per channel. One takes the place of another only if it lowers the error of the layer's output by
-    `MINIMUM_GAIN_DB` (from λ*σ) or `CHANNEL_GAIN_DB` (from tensor to channel). The mean error of a channel
-    does not count: batch norm statistics and biases absorb it.
+    See `ul2q.pipeline.quantize.steps` for the candidates and the rule. The mean error of a channel does not
+    count: batch norm statistics and biases absorb it.
 
     Args:
         prepared: the graph; the activation quantisers are off.
@@ -50,7 +42,7 @@ def choose_steps(prepared: Prepared, inputs: Sequence[Tensor]) -> None:
     for layer in module.modules():
         if not parametrize.is_parametrized(layer, "weight") or weight_quantizer(layer).step is None:
             continue
-        if config.step in (AUTO, "mse", "minmax") or config.granularity == AUTO:
+        if config.step != "paper" or config.granularity == AUTO:
             handles.append(layer.register_forward_pre_hook(_Chooser(config)))
     try:
         module.eval()
@@ -99,37 +91,11 @@ class _LayerProblem:
         return cls(layer, operator, inputs, master_weight(layer).numpy(), weight_quantizer(layer).k)
 
     def choose(self, config: QuantConfig) -> Step:
+        """Return the chosen step; its error is relative to the variance of the output."""
         power = self._power(torch.from_numpy(self.weight))
-        best: Step | None = None
-        for step in self.candidates(config):
-            error = self.output_error(step) / power if power else 0.0
-            step = dataclasses.replace(step, error=error)
-            if best is None or error < (best.error or 0.0) * 10 ** (-self._needed_gain(best, step) / 10):
-                best = step
-        assert best is not None  # noqa: S101  (there is always a candidate)
-        return best
-
-    def candidates(self, config: QuantConfig) -> Iterator[Step]:
-        """Yield the steps that the configuration leaves to choose from, the cheapest first."""
-        granularities: Sequence[str] = GRANULARITIES if config.granularity == AUTO else (config.granularity,)
-        if self.operator.transposed:
-            granularities = ("tensor",)
-        if config.step in (AUTO, "paper"):
-            yield Step(granularity=granularities[0])
-        for granularity in granularities:
-            if config.step == "paper" and granularity != granularities[0]:
-                yield Step(granularity=granularity)
-            elif config.step == "minmax":
-                yield minmax_step(self.weight, self.k, granularity)
-            elif config.step == "mse":
-                yield fitted_step(self.weight, self.k, granularity)
-            elif config.step == AUTO:
-                yield fitted_step(self.weight, self.k, granularity, importance=self.importance())
-
-    def _needed_gain(self, old: Step, new: Step) -> float:
-        if old.name == "paper" and new.name != "paper":
-            return MINIMUM_GAIN_DB[self.k]
-        return CHANNEL_GAIN_DB if old.granularity != new.granularity else 0.0
+        granularity = "tensor" if self.operator.transposed else config.granularity
+        steps = candidates(self.weight, self.k, config.step, granularity, self.importance)
+        return choose_step(steps, lambda step: self.output_error(step) / power if power else 0.0, self.k)
 
     def output_error(self, step: Step) -> float:
         """Return the squared error of the output, summed over everything but the mean of each channel."""

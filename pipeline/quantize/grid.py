@@ -141,11 +141,11 @@ def _fine_form(alpha: np.ndarray, beta: np.ndarray, k: int) -> _Form | None:
     return min(forms, key=error)
 
 
-def _common_offset(alpha: np.ndarray, beta: np.ndarray) -> int:
+def _common_offset(alpha: Array, beta: Array, xp: Namespace = np) -> Array:
     """Return the offset common to all channels that minimises the sum of their squared 8-bit steps."""
-    o = np.arange(-126, 127)
-    steps = _reaching(alpha[:, None], beta[:, None], 8, _Form(1, o, o))
-    return int(o[np.argmin(np.sum(steps**2, axis=0))])
+    offsets = ul2q.constant(np.arange(-126.0, 127.0)[:, None], alpha, xp)
+    steps = _reaching(alpha[None, :], beta[None, :], 8, _Form(1, offsets, offsets), xp)
+    return xp.argmin(ul2q.tree_sum(steps * steps)) - 126
 
 
 def _choose_form(alpha: np.ndarray, beta: np.ndarray, k: int) -> _Form:
@@ -157,12 +157,12 @@ def _choose_form(alpha: np.ndarray, beta: np.ndarray, k: int) -> _Form:
     if alpha.ndim == 0:
         return _Form(1, -INT8_LIMIT, INT8_LIMIT, zero_point=None)
     if k == 8:
-        o = _common_offset(alpha, beta)
+        o = int(_common_offset(alpha, beta))
         return _Form(1, o, o, zero_point=-o)
     return _Form.bounded(k, 1, INT8_LIMIT)
 
 
-def _reaching(alpha: np.ndarray, beta: np.ndarray, k: int, form: _Form) -> np.ndarray:
+def _reaching(alpha: Array, beta: Array, k: int, form: _Form, xp: Namespace = np) -> Array:
     """Return the step for which the form's range reaches (2^(k−1) − 1/2)·``alpha`` on both sides of ``beta``.
 
     This is the reach of a centred range of step ``alpha``; no step is smaller than ``alpha``.
@@ -170,25 +170,29 @@ def _reaching(alpha: np.ndarray, beta: np.ndarray, k: int, form: _Form) -> np.nd
     M, half = form.multiplier, 2 ** (k - 1)
     beyond = (half - 0.5) * alpha
     up, down = M * (half - 1) + form.high, M * half - form.low  # outermost integer weights
-    return np.maximum(alpha, M * np.maximum((beta + beyond) / up, (beyond - beta) / down))
+    return xp.maximum(alpha, M * xp.maximum((beta + beyond) / up, (beyond - beta) / down))
 
 
-def _grown(alpha: np.ndarray, beta: np.ndarray, k: int, form: _Form) -> np.ndarray:
+def _grown(alpha: Array, beta: Array, k: int, form: _Form, xp: Namespace = np) -> Array:
     """Return the step for a ``beta`` that the form does not fit: the reaching one.
 
     Once it exceeds 2σ, ``beta`` becomes a level: a whole number of scales, on the lattice of the last offset.
     """
-    M, step = form.multiplier, _reaching(alpha, beta, k, form)
-    last = np.where(beta > 0, form.high, -form.low)
-    whole = last + M * np.round((abs(beta) * M / step - last) / M)
-    far = (step > 2 * alpha / ul2q.LAMBDA[k]) & (whole != 0)  # zero is a level for every step
-    return np.where(far, abs(beta) * M / np.where(far, whole, 1.0), step)
+    M, step = form.multiplier, _reaching(alpha, beta, k, form, xp)
+    last = xp.where(beta > 0, beta * 0 + form.high, beta * 0 - form.low)
+    size = xp.abs(beta)
+    whole = last + M * xp.round((size * M / step - last) / M)
+    # Zero is a level for every step.
+    far = xp.logical_and(step > 2 * alpha / ul2q.LAMBDA[k], whole != 0)
+    return xp.where(far, size * M / xp.where(far, whole, whole * 0 + 1), step)
 
 
-def _place(alpha: np.ndarray, beta: np.ndarray, k: int, form: _Form) -> tuple[np.ndarray, np.ndarray]:
-    """Return the step, ``alpha`` or grown and float32, and the offset of every [] or [C]."""
-    step = np.where(form.fits(alpha, beta), alpha, _grown(alpha, beta, k, form)).astype(np.float32)
-    return step, np.clip(form.nearest(step.astype(np.float64), beta), form.low, form.high)
+def _place(alpha: Array, beta: Array, k: int, form: _Form, xp: Namespace = np) -> tuple[Array, Array]:
+    """Return the step, ``alpha`` or grown and float32, and the offset of every float64 [] or [C]."""
+    grown = xp.where(form.fits(alpha, beta, xp), alpha, _grown(alpha, beta, k, form, xp))
+    step = ul2q.cast(grown, "float32", xp)
+    offset = form.nearest(ul2q.cast(step, "float64", xp), beta, xp)
+    return step, xp.clip(offset, form.low, form.high)
 
 
 def _constant_offset(beta: np.ndarray, zero_point: int) -> np.ndarray:
@@ -236,11 +240,11 @@ def deployable_grid(alpha: np.ndarray, beta: np.ndarray, k: int) -> Grid:
     )
 
 
-def snapped_offset(alpha: Array, beta: Array, k: int, xp: Namespace) -> Array:
-    """Return β̂ for ``alpha`` and ``beta`` in a traced graph, where values are not available.
+def snapped_levels(alpha: Array, beta: Array, k: int, xp: Namespace) -> tuple[Array, Array]:
+    """Return step and β̂ for ``alpha`` and ``beta`` in a traced graph, where values are not available.
 
-    It is bitwise equal to that of `deployable_grid` where no step has to grow, else ``beta`` itself. For real
-    weights (|μ| below a few σ) steps grow for 8 bits per channel only.
+    They are bitwise equal to those of `deployable_grid`, but for 1 to 5 bits per channel where no form fits
+    all channels: then ``alpha`` and ``beta`` themselves. Real weights (|μ| below a few σ) fit.
 
     Args:
         alpha: step, float32 [] or [C].
@@ -249,24 +253,36 @@ def snapped_offset(alpha: Array, beta: Array, k: int, xp: Namespace) -> Array:
         xp: array namespace.
 
     Returns:
-        β̂, float32 as ``alpha``.
+        Step and β̂, float32 as ``alpha``.
     """
     varying = alpha > 0
-    step = ul2q.cast(xp.where(varying, alpha, alpha * 0 + 1), "float64", xp)
+    wide = ul2q.cast(xp.where(varying, alpha, alpha * 0 + 1), "float64", xp)
     centre = ul2q.cast(xp.where(varying, beta, beta * 0), "float64", xp)
-    forms = _fine_forms(k) if k <= 5 else []
-    if len(alpha.shape) == 0:
-        forms += [_Form.bounded(k, 1, SATURATION_FREE)] * (k == 6) + [_Form(1, -INT8_LIMIT, INT8_LIMIT)]
-    else:
-        limits = {6: (SATURATION_FREE, INT8_LIMIT), 7: (INT8_LIMIT,)}.get(k, ())
-        forms += [_Form.bounded(k, 1, limit) for limit in limits]
-    snapped = beta
+    step, snapped = alpha, beta
+
+    def placed(form: _Form) -> tuple[Array, Array]:
+        new, offset = _place(wide, centre, k, form, xp)
+        return new, new / float(form.multiplier) * (ul2q.cast(offset, "float32", xp) - form.multiplier / 2)
+
+    last = _last_form(wide, centre, k, xp)
+    if last is not None:
+        step, snapped = placed(last)
+    forms = _fine_forms(k) if k <= 5 else [_Form.bounded(k, 1, SATURATION_FREE)] * (k == 6)
     for form in reversed(forms):  # the first form that fits is applied last
-        scale = alpha / float(form.multiplier)
-        offset = ul2q.cast(form.nearest(step, centre, xp), "float32", xp)
-        usable = xp.all(form.fits(step, centre, xp))
-        snapped = xp.where(usable, scale * (offset - form.multiplier / 2), snapped)
-    return xp.where(varying, snapped, beta)
+        usable = xp.all(xp.logical_or(form.fits(wide, centre, xp), xp.logical_not(varying)))
+        new = placed(form)
+        step, snapped = xp.where(usable, new[0], step), xp.where(usable, new[1], snapped)
+    return xp.where(varying, step, alpha), xp.where(varying, snapped, beta)
+
+
+def _last_form(alpha: Array, beta: Array, k: int, xp: Namespace) -> _Form | None:
+    """Return the form where no saturation-free one fits; None where that depends on the errors of all."""
+    if len(alpha.shape) == 0:
+        return _Form(1, -INT8_LIMIT, INT8_LIMIT)
+    if k == 8:
+        o = _common_offset(alpha, beta, xp)
+        return _Form(1, o, o)
+    return _Form.bounded(k, 1, INT8_LIMIT) if k > 5 else None
 
 
 def _integers(q: Array, grid: Grid, axis: int, xp: Namespace) -> Array:

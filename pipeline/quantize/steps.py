@@ -18,8 +18,8 @@ the input that it multiplies.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from ul2q.pipeline.quantize import ul2q
 from ul2q.pipeline.quantize.grid import SATURATION_FREE, Grid, deployable_grid
+from ul2q.pipeline.quantize.option_values import AUTO, GRANULARITIES
 
 Floats = NDArray[np.float32]
 
@@ -68,6 +69,66 @@ class Step:
 
 PAPER: Final = Step()
 """λ*σ per tensor ([P], equation 10)."""
+
+
+def choose_step(candidates: Iterable[Step], error: Callable[[Step], float], k: int) -> Step:
+    """Choose among steps, ordered by the bytes that they cost.
+
+    One takes the place of another only if it lowers the error by `MINIMUM_GAIN_DB` (from λ*σ) or
+    `CHANNEL_GAIN_DB` (from tensor to channel).
+
+    Args:
+        candidates: the steps, at least one.
+        error: what to lower.
+        k: width in bits.
+
+    Returns:
+        The choice, with its error.
+    """
+    best: Step | None = None
+    least = float("inf")
+    for step in candidates:
+        gain = 0.0
+        if best is not None and best.name == "paper" and step.name != "paper":
+            gain = MINIMUM_GAIN_DB[k]
+        elif best is not None and best.granularity != step.granularity:
+            gain = CHANNEL_GAIN_DB
+        value = error(step)
+        if best is None or value < least * 10 ** (-gain / 10):
+            best, least = replace(step, error=value), value
+    assert best is not None  # noqa: S101  (there is at least one)
+    return best
+
+
+def candidates(
+    w: NDArray[Any],
+    k: int,
+    step: str = AUTO,
+    granularity: str = AUTO,
+    importance: Callable[[], NDArray[Any]] | None = None,
+) -> Iterator[Step]:
+    """Yield the steps that a configuration leaves to choose from, the cheapest first.
+
+    Args:
+        w: weight, its output channels first.
+        k: width in bits.
+        step: auto, paper, mse or minmax.
+        granularity: auto, tensor or channel.
+        importance: computes the importance for `fitted_step`, which ``auto`` uses.
+
+    Yields:
+        λ*σ per tensor, fitted steps per tensor and per channel.
+    """
+    granularities = GRANULARITIES if granularity == AUTO else (granularity,)
+    for i, one in enumerate(granularities):
+        if step == "paper" or (step == AUTO and i == 0):
+            yield Step(granularity=one)
+        if step == "minmax":
+            yield minmax_step(w, k, one)
+        elif step == "mse":
+            yield fitted_step(w, k, one)
+        elif step == AUTO:
+            yield fitted_step(w, k, one, importance=None if importance is None else importance())
 
 
 def minmax_step(w: NDArray[Any], k: int, granularity: str, channel_axis: int = 0) -> Step:

@@ -15,12 +15,17 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import keras
+import numpy as np
 from keras import layers
 
 from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.formats import keras_layout
 from ul2q.pipeline.formats.keras_graph import check_layout, functional, walk
 from ul2q.pipeline.graph.operators.activation_chains import CHAINS, expand
+from ul2q.pipeline.quantize.grid import dequantize
+from ul2q.pipeline.quantize.rules.mu_l2q import MuL2Q
+from ul2q.pipeline.quantize.steps import Step, candidates, choose_step
 from ul2q.runtimes.keras.layers.activation_quantizer import EMAQuantizer
 from ul2q.runtimes.keras.layers.registry import (
     KERAS_FORMS,
@@ -69,8 +74,9 @@ def quantize_model(
     wbits: int,
     abits: int = 8,
     exclude: Iterable[str] = (),
-    granularity: str = "tensor",
+    granularity: str = "auto",
     fit: str = "minmax",
+    step: str = "auto",
 ) -> keras.Model:
     """Return a model whose weights and activations are quantised in training, with the weights of ``model``.
 
@@ -83,8 +89,11 @@ def quantize_model(
         wbits: width of a weight, 1..8.
         abits: width of an activation: 8, or 32 for float.
         exclude: name patterns (fnmatch) of layers to leave in float.
-        granularity: one (α, β) per "tensor" or per output "channel".
+        granularity: one (α, β) per "tensor" or per output "channel"; "auto" chooses by layer.
         fit: how activation ranges are found, see `EMAQuantizer`.
+        step: "paper" for λ*σ, "mse" for the least squared error, "minmax" to reach the largest weight; "auto"
+            chooses by layer (see `ul2q.pipeline.quantize.steps`). The choice is made here, from the weights;
+            its ratio to them is kept in training.
 
     Returns:
         A functional model. Quantisers are named ``<layer>_quantizer``.
@@ -93,9 +102,8 @@ def quantize_model(
         UsageError: a subclassed or channels_first model, an argument out of range, a pattern that matches
             nothing, or nothing to quantise.
     """
-    QuantConfig(wbits=wbits, abits=abits, granularity=granularity)
-    network = functional(model)
-    return _Cloning(network, wbits, abits, tuple(exclude), granularity, fit).run()
+    config = QuantConfig(wbits=wbits, abits=abits, granularity=granularity, step=step, exclude=tuple(exclude))
+    return _Cloning(functional(model), config, fit).run()
 
 
 def calibrate(model: keras.Model, batches: Iterable[Any]) -> None:
@@ -131,12 +139,9 @@ def _all_layers(model: keras.Model) -> Iterator[Any]:
 
 
 class _Cloning:
-    def __init__(
-        self, model: keras.Model, wbits: int, abits: int, exclude: Sequence[str], granularity: str, fit: str
-    ) -> None:
-        self.model, self.fit, self.abits = model, fit, abits
-        self.common: dict[str, Any] = {"wbits": wbits, "abits": abits, "granularity": granularity}
-        self.excluded = self._excluded(exclude)
+    def __init__(self, model: keras.Model, config: QuantConfig, fit: str) -> None:
+        self.model, self.config, self.fit, self.abits = model, config, fit, config.abits
+        self.excluded = self._excluded(config.exclude)
         self.uses = _uses(model)
         self.copies: dict[Any, Any] = {}
         self.calls: Counter[str] = Counter()  # quantisers behind each layer
@@ -303,12 +308,30 @@ class _Cloning:
         key = (id(layer), config["name"])
         if key in self.copies:
             return self.copies[key](x)
-        new = self.copies[key] = twin(**config, **self.common, dtype=layer.dtype_policy.name)
+        step = self._step(twin, weights[0])
+        new = self.copies[key] = twin(
+            **config, wbits=self.config.wbits, abits=self.abits, granularity=step.granularity, step=step.name,
+            symmetric=step.symmetric, dtype=layer.dtype_policy.name,
+        )  # fmt: skip
         tensor = new(x)
+        if step.ratio is not None:
+            new.ratio.assign(step.ratio)
         for variable, value in zip([new.kernel, new.bias], weights, strict=False):
             variable.assign(value)
         self.quantized += 1
         return tensor
+
+    def _step(self, twin: type[Weighted], kernel: Any) -> Step:
+        """Return the step of the least squared error of a kernel (rule: `choose_step`)."""
+        k = self.config.wbits
+        w = keras_layout.to_onnx(np.asarray(keras.ops.convert_to_numpy(kernel), np.float32), twin.kind, np)
+        granularity = self.config.granularity if twin.per_channel_allowed else "tensor"
+
+        def error(step: Step) -> float:
+            codes, grid = MuL2Q(step).quantize(w, k, step.granularity, 0)
+            return float(np.sum((w - dequantize(codes, grid)).astype(np.float64) ** 2))
+
+        return choose_step(candidates(w, k, self.config.step, granularity), error, k)
 
     def _with_activation(self, layer: Any, signal: _Signal) -> _Signal:
         """Return ``signal`` behind the activation that is part of ``layer``."""

@@ -9,9 +9,10 @@ frozen     ``load_onnx``                                       ``codes`` (int8),
 =========  ==================================================  =============================================
 
 A trainable layer takes α = λ*·σ and β = μ from its kernel at every step (equations 10 and 12 of [P], see
-`ul2q.pipeline.quantize.ul2q`), and moves β to the grid of the file: training drives weights to the edges of
-their cells, where the smallest shift would change codes. A stored one keeps the grid of the file, because the
-moments of quantised weights are not those of the weights that were quantised. The gradient passes to the
+`ul2q.pipeline.quantize.ul2q`), or a fitted step that keeps its ratio to the kernel (see
+`ul2q.pipeline.quantize.steps`), and moves both to the grid of the file: training drives weights to the edges
+of their cells, where the smallest shift would change codes. A stored one keeps the grid of the file, because
+the moments of quantised weights are not those of the weights that were quantised. The gradient passes to the
 kernel unchanged (straight through), without a part through α and β. Both compute in float32. A frozen layer
 computes with integers, exactly what ONNX Runtime computes with the file.
 """
@@ -31,8 +32,10 @@ from ul2q.pipeline.formats import keras_layout as layout
 from ul2q.pipeline.formats import packing
 from ul2q.pipeline.graph.operators.definition import CodeFormat
 from ul2q.pipeline.quantize import arithmetic, ul2q
-from ul2q.pipeline.quantize.grid import Grid, quantize_weight, snapped_offset
+from ul2q.pipeline.quantize.grid import Grid, snapped_levels
 from ul2q.pipeline.quantize.option_values import GRANULARITIES
+from ul2q.pipeline.quantize.rules.mu_l2q import MuL2Q
+from ul2q.pipeline.quantize.steps import Step
 from ul2q.runtimes.keras import integers
 from ul2q.runtimes.keras.integers import Tensor, as_format
 
@@ -47,6 +50,8 @@ class Weighted(keras.layers.Layer):
         wbits: width of a weight, 1..8.
         abits: width of the activations around the layer: 8, or 32 for float.
         granularity: one (α, β) per "tensor" or per output "channel".
+        step: rule for the step: "paper" for λ*σ; any other has its ratio in the variable ``ratio``.
+        symmetric: whether such a step has β = 0 and the largest weight as its statistic.
         use_bias: whether there is a bias [C].
         activation: applied to the output of a layer that is not frozen; name or function.
         frozen: whether the weights are integer codes and the arithmetic is that of ONNX Runtime.
@@ -69,6 +74,8 @@ class Weighted(keras.layers.Layer):
         wbits: int = 2,
         abits: int = 8,
         granularity: str = "tensor",
+        step: str = "paper",
+        symmetric: bool = False,
         use_bias: bool = True,
         activation: Any = None,
         frozen: bool = False,
@@ -89,6 +96,7 @@ class Weighted(keras.layers.Layer):
             raise UsageError("a frozen layer needs the grid of a file: load it with load_onnx")
         self.wbits, self.abits, self.use_bias = int(wbits), int(abits), bool(use_bias)
         self.granularity = granularity if self.per_channel_allowed else "tensor"
+        self.step, self.symmetric = str(step), bool(symmetric)
         self.activation = keras.activations.get(activation)
         self.frozen, self.onnx_name = bool(frozen), onnx_name
         self.fixed_grid, self.stored = stored is not None, dict(stored or {})
@@ -137,6 +145,8 @@ class Weighted(keras.layers.Layer):
             self.kernel = self._trained("kernel", shape)
         if self.fixed_grid:
             self._build_grid(channels)
+        elif self.step != "paper":
+            self.ratio = self._constant("ratio", (channels,) if self.granularity == "channel" else ())
         if self.use_bias or self.integer:
             if self.frozen:
                 self.bias = self._constant("bias", (channels,), "int32" if self.integer else "float32")
@@ -197,8 +207,11 @@ class Weighted(keras.layers.Layer):
         w = layout.to_onnx(ops.stop_gradient(kernel), self.kind, ops)
         if not self.fixed_grid:
             axis = 0 if self.granularity == "channel" else None
-            alpha, beta = ul2q.scale_offset(w, self.wbits, axis, ops, check=False)
-            beta = snapped_offset(alpha, beta, self.wbits, ops)
+            ratio = None if self.step == "paper" else ops.convert_to_tensor(self.ratio)
+            alpha, beta = ul2q.scale_offset(
+                w, self.wbits, axis, ops, ratio=ratio, symmetric=self.symmetric, check=False
+            )
+            alpha, beta = snapped_levels(alpha, beta, self.wbits, ops)
             levels = ul2q.levels(ul2q.codes(w, alpha, beta, self.wbits, 0, ops), alpha, beta, 0, ops)
         else:
             alpha, beta = ops.convert_to_tensor(self.alpha), ops.convert_to_tensor(self.beta)
@@ -238,7 +251,7 @@ class Weighted(keras.layers.Layer):
             Codes int8, and the grid on which α(q + 1/2) + β̂ are the weights of a file.
         """
         if not self.fixed_grid:
-            return quantize_weight(self.onnx_kernel(), self.wbits, self.granularity)
+            return MuL2Q(self.step_rule()).quantize(self.onnx_kernel(), self.wbits, self.granularity, 0)
         alpha, beta = _numpy(self.alpha), _numpy(self.beta)
         scale = alpha / np.float32(self.stored["multiplier"])
         grid = Grid(
@@ -250,6 +263,11 @@ class Weighted(keras.layers.Layer):
         if self.frozen:
             return layout.to_onnx(_numpy(self.codes), self.kind, np), grid
         return ul2q.codes(self.onnx_kernel(), alpha, beta, self.wbits, 0, np).astype(np.int8), grid
+
+    def step_rule(self) -> Step:
+        """Return the rule for the step of a trainable kernel."""
+        ratio = None if self.step == "paper" else _numpy(self.ratio)
+        return Step(self.step, self.granularity, ratio, self.symmetric)
 
     def onnx_kernel(self) -> NDArray[np.float32]:
         """Return the float master kernel in ONNX' order of axes, outputs first."""
@@ -347,6 +365,7 @@ class Weighted(keras.layers.Layer):
             "wbits": self.wbits,
             "abits": self.abits,
             "granularity": self.granularity,
+            **({} if self.step == "paper" else {"step": self.step, "symmetric": self.symmetric}),
             "use_bias": self.use_bias,
             "activation": None if linear else keras.activations.serialize(self.activation),
             "frozen": self.frozen,
