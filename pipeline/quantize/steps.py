@@ -168,19 +168,32 @@ def fitted_step(
     name = "mse" if importance is None else "output"
     shape = () if granularity == "tensor" else (-1,)
 
-    def fit(statistic: NDArray[np.float64], beta: NDArray[np.float64], *, symmetric: bool) -> Step:
+    def fit(
+        statistic: NDArray[np.float64],
+        beta: NDArray[np.float64],
+        *,
+        symmetric: bool,
+        multiplier: int | None = None,
+    ) -> Step:
         high = 2 * _largest(rows, beta) / (2**k - 1)
         low = np.minimum(high, _SMALLEST * ul2q.LAMBDA[k] * sigma)
-        alpha = _least_error(rows, weights, k, beta, low, high)
+        alpha = _least_error(
+            lambda steps: squared_error(rows, steps, beta, k, weights, multiplier), low, high
+        )
         ratio = (alpha / np.where(statistic > 0, statistic, 1)).astype(np.float32)
         return Step(name, granularity, ratio.reshape(shape), symmetric)
 
     largest = _largest(rows, np.zeros_like(mean))
     one_offset = granularity == "tensor" and bool(largest[0] > 1.5 * _largest(rows, mean)[0])
-    centred = fit(sigma, mean, symmetric=False) if k in CENTRED_WIDTHS or one_offset else None
+    centred = None
+    if k in CENTRED_WIDTHS or one_offset:
+        centred = fit(sigma, mean, symmetric=False, multiplier=1 if k > 5 else None)
+        if k <= 5:  # again, with offsets on the lattice that suits the first steps
+            multiplier = _grid(centred, sigma, mean, k).multiplier
+            centred = fit(sigma, mean, symmetric=False, multiplier=multiplier)
     if centred is not None and (granularity == "tensor" or _fits(centred, sigma, mean, k)):
         return centred
-    symmetric = fit(largest, np.zeros_like(mean), symmetric=True)
+    symmetric = fit(largest, np.zeros_like(mean), symmetric=True, multiplier=1 if k > 5 else None)
     if centred is None or k > 5:
         return symmetric
 
@@ -210,15 +223,27 @@ def _fits(step: Step, sigma: NDArray[np.float64], mean: NDArray[np.float64], k: 
 
 
 def squared_error(
-    rows: Floats, alpha: NDArray[Any], beta: NDArray[Any], k: int, importance: Floats | None = None
+    rows: Floats,
+    alpha: NDArray[Any],
+    beta: NDArray[Any],
+    k: int,
+    importance: Floats | None = None,
+    multiplier: int | None = None,
 ) -> NDArray[np.float64]:
     """Return the squared error [R] of ``rows`` [R, n] on the levels of steps and offsets [R].
 
-    The offset moves as on the deployable grid of 6 to 8 bits, so that zero is a level.
+    Args:
+        rows: weights.
+        alpha: steps.
+        beta: offsets.
+        k: width in bits.
+        importance: what the squared error of each weight is multiplied by, as ``rows``.
+        multiplier: that of a `Grid`, whose lattice of offsets is used; None leaves ``beta`` as it is.
     """
     alpha = np.maximum(alpha, ul2q.SMALLEST_STEP)
-    if k > 5:
-        beta = alpha * (np.round(beta / alpha + 0.5) - 0.5)
+    if multiplier is not None:
+        half = 0.5 if multiplier == 1 else 0.0
+        beta = alpha * (np.round(multiplier * beta / alpha + half) / multiplier - half)
     low, high = -(2.0 ** (k - 1)), 2.0 ** (k - 1) - 1
     step, inverse, offset = (v.astype(np.float32)[:, None] for v in (alpha, 1 / alpha, beta))
     total = np.zeros(len(rows))
@@ -238,19 +263,19 @@ def squared_error(
 
 
 def _least_error(
-    rows: Floats, importance: Floats | None, k: int, beta: NDArray[Any], low: NDArray[Any], high: NDArray[Any]
+    error: Callable[[NDArray[np.float64]], NDArray[np.float64]], low: NDArray[Any], high: NDArray[Any]
 ) -> NDArray[np.float64]:
     """Return the steps [R] of least error from ``low`` to ``high`` [R], evenly in logarithm, then finer."""
     low = np.maximum(low, ul2q.SMALLEST_STEP)
     high = np.maximum(high, low)
     spacing = np.log(high / low) / (_COARSE - 1)
     best = high.copy()
-    least = squared_error(rows, best, beta, k, importance)
+    least = error(best)
 
     def try_steps(alpha: NDArray[Any]) -> None:
-        error = squared_error(rows, alpha, beta, k, importance)
-        better = error < least
-        best[better], least[better] = alpha[better], error[better]
+        new = error(alpha)
+        better = new < least
+        best[better], least[better] = alpha[better], new[better]
 
     for i in range(1, _COARSE):
         try_steps(high * np.exp(-i * spacing))
