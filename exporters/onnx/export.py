@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from ul2q.exporters.onnx.canonicalize import finish, lift_constants
+from ul2q.exporters.onnx.float_layers import keep_float
 from ul2q.exporters.onnx.layer_metadata import layers_json
 from ul2q.exporters.onnx.narrow_constants import narrow
 from ul2q.exporters.onnx.operator_translations import TRANSLATIONS
@@ -127,6 +128,7 @@ def export_lowered(
     exported = _export(lowered.module, example, opset)
     graph = exported.graph
     storage = _pack_weights(graph, lowered.weights, config.storage)
+    keep_float(graph)
     wide = [path for path, weight in lowered.weights.items() if _is_wide(weight)]
     lift_constants(exported)
     narrow(graph)

@@ -114,14 +114,14 @@ class _LayerProblem:
         return float((rows - rows.mean(1, keepdim=True)).double().square().sum())
 
     def importance(self) -> NDArray[np.float32]:
-        """Return the variance of what each weight multiplies, shaped to broadcast with the weight."""
+        """Return the variance of what each weight multiplies, over its mean, to broadcast with the weight."""
         x = self.inputs
         if self.operator.channels_last:
             variance = x.reshape(-1, x.shape[-1]).double().var(0, correction=0)
         else:
             variance = x.transpose(0, 1).reshape(x.shape[1], -1).double().var(1, correction=0)
-        variance = variance + _LEAST_IMPORTANCE * variance.mean()
-        values = variance.numpy() if float(variance.sum()) > 0 else np.ones(len(variance))
+        mean = float(variance.mean())
+        values = variance.numpy() / mean + _LEAST_IMPORTANCE if 0 < mean < np.inf else np.ones(len(variance))
         spatial = [1] * (self.weight.ndim - 2)
         if self.operator.transposed:
             return values.reshape(-1, 1, *spatial).astype(np.float32)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, Final
 
 import numpy as np
@@ -25,6 +24,9 @@ from ul2q.pipeline.quantize.weight import rule_for
 MODES: Final = ("off", "observe", "quantize")
 HISTOGRAM_SAMPLE: Final = 2**18
 """Largest number of values of a batch in the histogram, evenly spaced; moments and extremes use all."""
+
+
+_NO_STEP: Final = np.zeros(0)
 
 
 class _QuantizedWeight(torch.autograd.Function):
@@ -101,22 +103,14 @@ class WeightQuantizer(nn.Module):
         """Return the quantised weight, of the shape and type of ``w``."""
         return _QuantizedWeight.apply(w, self.rule, self.k, self.granularity, self.channel_axis)
 
-    def get_extra_state(self) -> dict[str, Any]:
-        """Return the rule for the step as plain types and a tensor."""
-        if self.step is None:
-            return {}
-        ratio = None if self.step.ratio is None else torch.from_numpy(self.step.ratio.copy())
-        return {**dataclasses.asdict(self.step), "ratio": ratio}
+    def get_extra_state(self) -> Tensor:
+        """Return the rule for the step as one tensor, empty for other quantisers than μL2Q."""
+        return torch.from_numpy(_NO_STEP if self.step is None else self.step.to_array())
 
-    def set_extra_state(self, state: dict[str, Any]) -> None:
+    def set_extra_state(self, state: Tensor) -> None:
         """Restore what `get_extra_state` returned."""
-        if state:
-            ratio = None if state["ratio"] is None else state["ratio"].numpy().copy()
-            self.set_step(Step(**{**state, "ratio": ratio}))
-
-    def right_inverse(self, w: Tensor) -> Tensor:
-        """Return ``w``: assigning a weight sets the float weight."""
-        return w
+        if state.numel():
+            self.set_step(Step.from_array(state.numpy()))
 
     def extra_repr(self) -> str:
         """Return the arguments as text."""

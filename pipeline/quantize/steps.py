@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from ul2q.pipeline.quantize import ul2q
 from ul2q.pipeline.quantize.grid import SATURATION_FREE, Grid, deployable_grid
-from ul2q.pipeline.quantize.option_values import AUTO, GRANULARITIES
+from ul2q.pipeline.quantize.option_values import AUTO, GRANULARITIES, STEPS
 
 Floats = NDArray[np.float32]
 
@@ -48,6 +48,9 @@ _REFINEMENTS: Final = 3
 _SMALLEST: Final = 0.4
 
 
+NAMES: Final = (*STEPS, "output")
+
+
 @dataclass(frozen=True, eq=False)
 class Step:
     """A rule for step and offset of one weight.
@@ -65,6 +68,26 @@ class Step:
     ratio: Floats | None = None
     symmetric: bool = False
     error: float | None = None
+
+    def to_array(self) -> NDArray[np.float64]:
+        """Return the rule as numbers: name, granularity, symmetry, error, then the ratio."""
+        error = np.nan if self.error is None else self.error
+        head = [NAMES.index(self.name), GRANULARITIES.index(self.granularity), self.symmetric, error]
+        return np.array([*head, *([] if self.ratio is None else np.ravel(self.ratio))], np.float64)
+
+    @classmethod
+    def from_array(cls, numbers: NDArray[np.float64]) -> Step:
+        """Return the rule that `to_array` wrote."""
+        name, granularity, symmetric, error = (float(v) for v in numbers[:4])
+        ratio = numbers[4:].astype(np.float32)
+        one = GRANULARITIES[int(granularity)]
+        return cls(
+            NAMES[int(name)],
+            one,
+            None if not ratio.size else ratio.reshape(() if one == "tensor" else (-1,)),
+            bool(symmetric),
+            None if np.isnan(error) else error,
+        )
 
 
 PAPER: Final = Step()

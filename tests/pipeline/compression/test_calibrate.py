@@ -16,6 +16,9 @@ from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.graph.capture import capture
 from ul2q.pipeline.graph.prepare import Prepared, prepare
 
+#: without the steps, corrections and choices of ranges that have files of tests of their own
+AS_PUBLISHED = {"step": "paper", "granularity": "tensor"}
+
 
 class Net(nn.Module):
     def __init__(self, norm: bool = True) -> None:
@@ -34,7 +37,7 @@ X = torch.randn(24, 1, 6, 6, generator=torch.Generator().manual_seed(0))
 def ready(norm: bool = True, **options: Any) -> tuple[Prepared, nn.Module]:
     torch.manual_seed(0)
     captured = capture(Net(norm), [X])
-    return prepare(captured, QuantConfig(**{"wbits": 2, **options})), captured.module
+    return prepare(captured, QuantConfig(**{"wbits": 2, **AS_PUBLISHED, **options})), captured.module
 
 
 def test_statistics_under_quantised_weights_are_plain_averages_over_the_batches() -> None:

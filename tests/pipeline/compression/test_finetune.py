@@ -41,7 +41,10 @@ X = torch.randn(32, 6, generator=torch.Generator().manual_seed(0))
 def ready(**options: Any) -> tuple[Prepared, nn.Module]:
     torch.manual_seed(0)
     captured = capture(Net(), [X])
-    prepared = prepare(captured, QuantConfig(**{"wbits": 2, "epochs": 3, **options}))
+    prepared = prepare(
+        captured,
+        QuantConfig(**{"wbits": 2, "epochs": 3, "step": "paper", "granularity": "tensor", **options}),
+    )
     calibrate(prepared, captured.module, lambda: [(X,)])
     return prepared, captured.module
 

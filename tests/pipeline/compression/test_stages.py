@@ -64,7 +64,10 @@ def passes(x: Tensor) -> Callable[[], list[tuple[Tensor]]]:
 def ready(model: nn.Module, **options: Any) -> tuple[Prepared, nn.Module]:
     x, _ = samples()
     captured = capture(model, [x[:2]])
-    prepared = prepare(captured, QuantConfig(**{"wbits": 2, "batch_size": 32, **options}))
+    prepared = prepare(
+        captured,
+        QuantConfig(**{"wbits": 2, "batch_size": 32, "step": "paper", "granularity": "tensor", **options}),
+    )
     return prepared, captured.module
 
 

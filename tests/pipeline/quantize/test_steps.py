@@ -197,3 +197,22 @@ def test_constant_channels_stay_constant() -> None:
             if step.granularity == "channel":
                 assert not w_q[7].any()
                 np.testing.assert_allclose(w_q[3], 0.25, rtol=0.02)
+
+
+def test_a_rule_survives_as_an_array() -> None:
+    for step in (
+        PAPER,
+        Step("output", "channel", np.array([0.5, 2.5], np.float32), symmetric=True, error=1e-5),
+        Step("mse", "tensor", np.asarray(0.7, np.float32)),
+    ):
+        again = Step.from_array(step.to_array())
+        assert (again.name, again.granularity, again.symmetric, again.error) == (
+            step.name,
+            step.granularity,
+            step.symmetric,
+            step.error,
+        )
+        assert (again.ratio is None) == (step.ratio is None)
+        if step.ratio is not None and again.ratio is not None:
+            np.testing.assert_array_equal(again.ratio, step.ratio)
+            assert again.ratio.shape == step.ratio.shape
