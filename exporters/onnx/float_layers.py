@@ -1,9 +1,9 @@
 """Keep layers in float that run between integer layers.
 
 When it loads a file, ONNX Runtime quantises the weights of every Conv, ConvTranspose and Gemm that reads a
-DequantizeLinear, to 8 bits per tensor. That would blur weights that are to stay in float, and round packed ones
-a second time. It does not look through another operator, and a Max of one operand is the cheapest that no
-optimisation removes.
+DequantizeLinear, to 8 bits per tensor. That would blur weights that are to stay in float, and round packed
+ones a second time. It does not look through another operator, and a Max of one operand is the cheapest that
+no optimisation removes.
 """
 
 from __future__ import annotations
