@@ -12,6 +12,7 @@ from ul2q.pipeline.quantize.registry import DEFAULT_QUANTIZER, check_quantizer
 
 OPTIMIZERS = ("kfac", "sgd", "adam")
 STORAGES = ("table", "int2")
+TARGETS = ("exact", "portable")
 TRANSPORTS = ("float32", "float16", "bfloat16")
 """Types, by their name in torch, in which K-FAC's statistics and gradients travel between ranks."""
 FISHERS = ("mc", "empirical")
@@ -83,6 +84,8 @@ class QuantConfig(_Config):
         exclude: name patterns (fnmatch) of layers to leave in float.
         opset: ONNX opset of the file.
         storage: ``table`` packs codes in bytes that every runtime reads, ``int2`` uses typed 2/4-bit tensors.
+        target: how 8-bit weights become right on every CPU: ``exact`` stores weights beyond ±64 unsigned,
+            which runs slower; ``portable`` keeps them within ±64, at full speed and the precision of 7 bits.
         seed: seed of all random numbers.
     """
 
@@ -100,6 +103,7 @@ class QuantConfig(_Config):
     exclude: tuple[str, ...] = ()
     opset: int = 21
     storage: str = "table"
+    target: str = "exact"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -120,6 +124,7 @@ class QuantConfig(_Config):
         _one_of("optimizer", self.optimizer, OPTIMIZERS)
         _one_of("opset", self.opset, tuple(OPSETS))
         _one_of("storage", self.storage, STORAGES)
+        _one_of("target", self.target, TARGETS)
         _positive("epochs", self.epochs, zero=True)
         _positive("lr", self.lr)
         _positive("batch_size", self.batch_size)

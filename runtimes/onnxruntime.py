@@ -38,10 +38,13 @@ from ul2q.runtimes.onnx_files import (
 )
 
 __all__ = [
-    "Model", "bench", "bench_apart", "data_files", "file_bytes", "load_and_run_once", "load_model",
-    "metadata", "operators", "outputs", "own_peak_rss", "peak_rss", "run", "session", "with_outputs",
+    "ACCURATE", "Model", "bench", "bench_apart", "data_files", "file_bytes", "load_and_run_once",
+    "load_model", "metadata", "operators", "outputs", "own_peak_rss", "peak_rss", "run", "session",
+    "with_outputs",
 ]  # fmt: skip
 
+#: session option with which int8 weights beyond +-64 run on kernels of uint8 weights, exact on every x86 CPU
+ACCURATE = "session.x64quantprecision"
 _OPTIMIZED = "session.optimized_model_external_initializers"
 _REFUSED = 2  # exit status of a process that raised UsageError
 _FATAL = 4  # the runtime prints nothing less: what it refuses, it raises
@@ -60,12 +63,13 @@ _RUN_ERRORS = (
 
 
 def _options(
-    threads: int | None, low_memory: bool, spinning: bool, optimized_path: Path | None, folder: Path | None
-) -> ort.SessionOptions:
+    threads: int | None, low_memory: bool, spinning: bool, optimized_path: Path | None, folder: Path | None,
+    accurate: bool | None,
+) -> ort.SessionOptions:  # fmt: skip
     options = ort.SessionOptions()
     options.log_severity_level = _FATAL
-    if kernels_saturate():  # then weights beyond +-64 need the exact kernels, which are slower elsewhere
-        options.add_session_config_entry("session.x64quantprecision", "1")
+    if kernels_saturate() if accurate is None else accurate:
+        options.add_session_config_entry(ACCURATE, "1")
     if threads is not None:
         options.intra_op_num_threads = threads
     if not spinning:
@@ -90,6 +94,7 @@ def session(
     spinning: bool = True,
     optimized_path: Path | None = None,
     folder: Path | None = None,
+    accurate: bool | None = None,
 ) -> ort.InferenceSession:
     """Load ``model`` on the CPU.
 
@@ -100,6 +105,9 @@ def session(
         spinning: idle threads spin for a while before they sleep, which is faster for one session alone.
         optimized_path: where to write the graph that the runtime made of the model.
         folder: where the data files of a model in memory lie.
+        accurate: set the option `ACCURATE`. False gives a plain session, as other programs make them. None
+            sets it where the CPU's kernels saturate: files of other programs, and of versions of ul2q that
+            stored weights beyond +-64 as int8, need it there.
 
     Returns:
         The session.
@@ -107,7 +115,7 @@ def session(
     Raises:
         UsageError: the file is missing, not ONNX, or truncated, or this ONNX Runtime cannot load it.
     """
-    options = _options(threads, low_memory, spinning, optimized_path, folder)
+    options = _options(threads, low_memory, spinning, optimized_path, folder, accurate)
     if isinstance(model, onnx.ModelProto):
         name, source = "the model", model.SerializeToString()
     elif isinstance(model, bytes):
@@ -177,6 +185,7 @@ def outputs(
     *,
     batch: int = 256,
     threads: int | None = None,
+    accurate: bool | None = None,
 ) -> dict[str, Array]:
     """Run a copy of ``model`` that also gives the tensors ``names`` from inside it.
 
@@ -188,6 +197,7 @@ def outputs(
         inputs: as for ``run``.
         batch: samples per call.
         threads: as for ``session``.
+        accurate: as for ``session``.
 
     Returns:
         The tensors ``names``, [N, ...], in that order.
@@ -199,7 +209,7 @@ def outputs(
     made = {name for node in copy.graph.node for name in node.output}
     if missing := [name for name in names if name not in made]:
         raise UsageError(f"the model has no tensors {missing}")
-    values = run(session(copy, threads, folder=folder), inputs, batch)
+    values = run(session(copy, threads, folder=folder, accurate=accurate), inputs, batch)
     return {name: values[name] for name in names}
 
 

@@ -30,7 +30,6 @@ def finish(
     input_names: Sequence[str],
     output_names: Sequence[str],
     layers: Collection[str] = (),
-    wide: Collection[str] = (),
 ) -> dict[str, str]:
     """Clean an exported graph and name everything in it after the layers.
 
@@ -39,16 +38,14 @@ def finish(
         input_names: names of the inputs.
         output_names: names of the outputs.
         layers: scopes that count as one, whatever is inside.
-        wide: scopes whose weights reach beyond ±64.
 
     Returns:
         The last uint8 tensor of each scope: the codes of a site.
     """
     graph = model.graph
     for node in graph:
-        node.metadata_props[SCOPE] = _scope(node, layers)
+        node.metadata_props[SCOPE] = scope_of(node, layers)
     lift_constants(model)
-    _own_tensors(graph, wide)
     _drop_default_attributes(model)
     _own_outputs(graph)
     sites = _name(graph, input_names, output_names)
@@ -77,7 +74,8 @@ def add_initializer(graph: ir.Graph, tensor: Any) -> ir.Value:
     return value
 
 
-def _scope(node: ir.Node, layers: Collection[str] = ()) -> str:
+def scope_of(node: ir.Node, layers: Collection[str] = ()) -> str:
+    """Return the name of the layer that a node belongs to, one of ``layers`` where it is within one."""
     if SCOPE in node.metadata_props:
         return node.metadata_props[SCOPE]
     names = ast.literal_eval(node.metadata_props.get("pkg.torch.onnx.name_scopes", "[]"))
@@ -107,13 +105,13 @@ def _name(graph: ir.Graph, input_names: Sequence[str], output_names: Sequence[st
     constants have short ones: in networks of many small layers names would take more of the file than scales.
     """
     taken: set[str] = {v.name for v in graph.initializers.values() if v.name}
-    short = _short_names(taken, {_scope(node) for node in graph})
+    short = _short_names(taken, {scope_of(node) for node in graph})
     anonymous = [v for v in graph.initializers.values() if v.name and v.name.startswith("val_")]
     _name_ends(graph, input_names, output_names, taken)
     sites: dict[str, ir.Value] = {}
     constant: set[ir.Value | None] = {None, *graph.initializers.values()}
     for node in graph:
-        scope, folded = _scope(node), constant.issuperset(node.inputs)
+        scope, folded = scope_of(node), constant.issuperset(node.inputs)
         auxiliary = folded or node.op_type in _CONVERSIONS
         node.name = None if auxiliary else _unique(f"{scope}/{node.op_type}", taken)
         constant.update(node.outputs if folded else ())
@@ -146,26 +144,6 @@ def _name_values(node: ir.Node, scope: str, short: Iterator[str], taken: set[str
             value.name = next(short)
         else:
             value.name = node.name if i == 0 else f"{node.name}:{i}"
-
-
-def _own_tensors(graph: ir.Graph, wide: Collection[str]) -> None:
-    """Give weights beyond ±64 tensors and zero points that no other layer reads.
-
-    On CPUs with saturating kernels ONNX Runtime rewrites such a weight together with its zero point, and
-    fails to load the file when two of them share either.
-    """
-    for node in graph:
-        if node.op_type != "DequantizeLinear" or _scope(node) not in wide:
-            continue
-        for index, kind in ((0, "weight"), (2, "zero_point")):
-            shared = node.inputs[index]
-            if shared is None or shared.const_value is None or shared.const_value.dtype != ir.DataType.INT8:
-                continue
-            name = f"{_scope(node)}.{kind}"
-            if len(shared.uses()) == 1 or shared.name == name:
-                continue
-            own = add_initializer(graph, ir.tensor(shared.const_value.numpy(), name=name))
-            node.replace_input_with(index, own)
 
 
 def _name_ends(

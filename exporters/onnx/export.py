@@ -27,6 +27,7 @@ from ul2q.exporters.onnx.layer_metadata import layers_json
 from ul2q.exporters.onnx.narrow_constants import narrow
 from ul2q.exporters.onnx.operator_translations import TRANSLATIONS
 from ul2q.exporters.onnx.serialize import serialized
+from ul2q.exporters.onnx.unsigned_weights import exceeds_64, store_unsigned
 from ul2q.exporters.onnx.weight_storage import Unpacker
 from ul2q.pipeline.config import OPSETS, QuantConfig
 from ul2q.pipeline.errors import UsageError, first_line
@@ -34,7 +35,6 @@ from ul2q.pipeline.formats import metadata as metadata_keys
 from ul2q.pipeline.graph.capture import Captured, quiet
 from ul2q.pipeline.graph.integer_modules import LoweredWeight
 from ul2q.pipeline.graph.lower import Lowered
-from ul2q.pipeline.quantize.grid import SATURATION_FREE
 from ul2q.pipeline.storage.atomic import beside, replacing_file, replacing_folder
 from ul2q.pipeline.version import __version__
 
@@ -58,11 +58,13 @@ class ExportedModel:
         model: the model.
         code_tensors: name of the uint8 tensor of each activation site, in execution order.
         layer_bytes: bytes of codes, scales and biases of each layer.
+        unsigned: layers whose weights are stored as uint8, see `unsigned_weights`.
     """
 
     model: ir.Model
     code_tensors: dict[str, str]
     layer_bytes: dict[str, int]
+    unsigned: tuple[str, ...] = ()
 
     def to_bytes(self) -> bytes:
         """Return the serialised model; equal models give equal bytes."""
@@ -127,45 +129,63 @@ def export_lowered(
         opset = max(opset, _INT2_OPSET)
     exported = _export(lowered.module, example, opset)
     graph = exported.graph
-    storage = _pack_weights(graph, lowered.weights, config.storage)
+    packed = _pack_weights(graph, lowered.weights, config.storage)
+    unsigned = _store_unsigned(graph, lowered.weights, packed)
     keep_float(graph)
-    wide = [path for path, weight in lowered.weights.items() if _is_wide(weight)]
     lift_constants(exported)
     narrow(graph)
-    sites = finish(exported, lowered.input_names, lowered.output_names, lowered.weights, wide)
+    sites = finish(exported, lowered.input_names, lowered.output_names, lowered.weights)
     entries = {
         metadata_keys.VERSION: __version__,
         metadata_keys.MIN_ONNXRUNTIME: OPSETS[opset][1],
-        metadata_keys.LAYERS: layers_json(lowered.weights, storage),
+        metadata_keys.LAYERS: layers_json(
+            lowered.weights, {path: form for path, (form, _) in packed.items()}
+        ),
+        metadata_keys.CPU: metadata_keys.cpu_json(len(unsigned)),
         metadata_keys.SEED: str(config.seed),
         **(metadata or {}),
     }
     exported.metadata_props.update(sorted(entries.items()))
     code_tensors = {site: sites[site] for site in lowered.code_formats if site in sites}
-    return ExportedModel(exported, code_tensors, _layer_bytes(graph, lowered.weights))
+    return ExportedModel(exported, code_tensors, _layer_bytes(graph, lowered.weights), unsigned)
 
 
-def _pack_weights(graph: ir.Graph, weights: Mapping[str, LoweredWeight], storage: str) -> dict[str, str]:
-    """Return the form in which each weight is stored; a weight that several layers share is stored once."""
+def _pack_weights(
+    graph: ir.Graph, weights: Mapping[str, LoweredWeight], storage: str
+) -> dict[str, tuple[str, ir.Value]]:
+    """Return the form in which each weight is stored, and its int8 value.
+
+    A weight that several layers share is stored once.
+    """
     unpacker = Unpacker(graph, storage)
-    forms: dict[str, str] = {}
+    forms: dict[str, tuple[str, ir.Value]] = {}
     packed: dict[bytes, ir.Value] = {}
     for path, weight in weights.items():
         shape = repr((weight.stored.shape, weight.grid.zero_point)).encode()
         content = hashlib.sha256(weight.stored.tobytes() + shape).digest()
-        if content in packed and _is_wide(weight):  # see finishing: it cannot be shared
-            forms[path] = "plain"
-        elif content in packed:
+        if content in packed:
             graph.initializers[f"{path}.weight"].replace_all_uses_with(packed[content])
             del graph.initializers[f"{path}.weight"]
-            forms[path] = "shared"
+            forms[path] = "shared", packed[content]
         else:
-            forms[path], packed[content] = unpacker.replace(f"{path}.weight", weight)
+            forms[path] = unpacker.replace(f"{path}.weight", weight)
+            packed[content] = forms[path][1]
     return forms
 
 
-def _is_wide(weight: LoweredWeight) -> bool:
-    return max(int(weight.stored.max()), -int(weight.stored.min())) > SATURATION_FREE
+def _store_unsigned(
+    graph: ir.Graph, weights: Mapping[str, LoweredWeight], packed: Mapping[str, tuple[str, ir.Value]]
+) -> tuple[str, ...]:
+    """Store weights beyond ±64 that integer operators read as uint8.
+
+    Returns:
+        The layers with such weights.
+    """
+    wide = dict.fromkeys(packed[path][1] for path, weight in weights.items() if exceeds_64(weight))
+    unsigned: set[str] = set()
+    for value in wide:
+        unsigned |= store_unsigned(graph, value, weights)
+    return tuple(dict.fromkeys(weight.layer for path, weight in weights.items() if path in unsigned))
 
 
 def export_float(

@@ -68,6 +68,13 @@ def compress(
     crop: Crop = None,
     opset: Annotated[int | None, typer.Option(help="ONNX opset of the file.")] = None,
     storage: Annotated[str | None, typer.Option(help="table, or int2 for typed tensors.")] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="8-bit weights for any CPU: exact stores them unsigned where needed, which is slower; "
+            "portable keeps full speed at the precision of 7 bits."
+        ),
+    ] = None,
     to: Annotated[
         str, typer.Option(help=f"Formats to write, separated by commas: {', '.join(FORMATS)}.")
     ] = "onnx",
@@ -102,7 +109,8 @@ def compress(
         "wbits": wbits, "abits": abits, "epochs": epochs, "step": step, "granularity": granularity,
         "act_fit": act_fit, "quantizer": quantizer,
         "optimizer": optimizer, "lr": lr, "batch_size": batch_size, "samples": samples,
-        "exclude": exclude or None, "opset": opset, "storage": storage, "seed": seed,
+        "exclude": exclude or None, "opset": opset, "storage": storage, "target": target,
+        "seed": seed,
     }  # fmt: skip
     preprocess = {
         "mean": numbers(mean, "--mean", float),

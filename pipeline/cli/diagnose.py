@@ -31,7 +31,7 @@ def diagnose() -> dict[str, Any]:
         "cpu": {
             **cpu(Path("/proc/cpuinfo")),
             "torch": torch.backends.cpu.get_cpu_capability(),
-            # without VNNI: then weights beyond ±64 take the exact kernels, which are slower
+            # without VNNI: then int8 weights beyond ±64 need the option session.x64quantprecision
             "saturating_kernels": kernels_saturate(),
         },
         "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,

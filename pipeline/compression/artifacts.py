@@ -73,11 +73,16 @@ def write(
         measured = {
             "layers": report["layers"],
             "activations": report["activations"],
+            "cpu": report["cpu"],
             "size": {f"{output.format.name}_bytes": output.written.bytes for output in outputs} | size,
             **counted,
             "memory": counted["memory"] | measure.memory(files),
             **_accuracies(run, network, outputs),
-            "parity": {output.format.runtime: output.parity.to_dict() for output in outputs},
+            "parity": {
+                name: entry
+                for output in outputs
+                for name, entry in output.parity.by_runtime(output.format.runtime).items()
+            },
             "latency_ms": measure.latency(files),
         }
     report = written_report(run, network, measured)

@@ -10,6 +10,7 @@ import numpy as np
 
 from ul2q.exporters.onnx.export import ExportedModel
 from ul2q.pipeline.evaluation import cost_model
+from ul2q.pipeline.formats import metadata as metadata_keys
 from ul2q.pipeline.graph.folding import master_weight, weight_quantizer
 from ul2q.pipeline.graph.integer_modules import LoweredWeight
 from ul2q.pipeline.graph.lower import Lowered
@@ -31,7 +32,7 @@ class Files:
 
 
 def layers_report(prepared: Prepared, lowered: Lowered, exported: ExportedModel) -> dict[str, Any]:
-    """Return the fields ``layers`` and ``activations``."""
+    """Return the fields ``layers``, ``activations`` and ``cpu``."""
     weights = {weight.layer: weight for weight in reversed(lowered.weights.values())}
     rows = []
     for plan in prepared.layers:
@@ -47,7 +48,11 @@ def layers_report(prepared: Prepared, lowered: Lowered, exported: ExportedModel)
                 **_weights(prepared, weight),
             }
         rows.append(row)
-    return {"layers": rows, "activations": _activations(prepared)}
+    return {
+        "layers": rows,
+        "activations": _activations(prepared),
+        "cpu": metadata_keys.cpu_entry(len(exported.unsigned)),
+    }
 
 
 def planned_layers(prepared: Prepared) -> list[dict[str, Any]]:

@@ -1,9 +1,13 @@
-"""Compare a written file with the lowered torch network, code for code."""
+"""Compare a written file with the lowered torch network, code for code.
+
+The file runs in two sessions: a plain one, as other programs make it, and an accurate one, with the option
+`ul2q.runtimes.onnxruntime.ACCURATE`, in which no kernel can saturate.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +42,8 @@ class Parity:
         first_layer: first site with a differing code, or None.
         first_steps: largest difference there, in steps.
         relative: largest output difference relative to the largest output.
+        accurate: the agreement in an accurate session, where the other fields are those of a plain one; None
+            for runtimes without that distinction.
     """
 
     samples: int
@@ -49,9 +55,18 @@ class Parity:
     first_layer: str | None
     first_steps: int
     relative: float
+    accurate: Parity | None = None
+
+    def by_runtime(self, runtime: str) -> dict[str, dict[str, Any]]:
+        """Return the entries of ``parity`` in report.json.
+
+        They are ``runtime`` and, if there is an accurate session, ``<runtime>_accurate``.
+        """
+        entries = {runtime: self.to_dict()}
+        return entries if self.accurate is None else entries | self.accurate.by_runtime(f"{runtime}_accurate")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields of report.json."""
+        """Return the fields of a runtime in report.json."""
         return {
             "max_abs": self.max_abs,
             "max_steps": self.max_steps,
@@ -77,9 +92,9 @@ def verify(
     Raises:
         JobError: the file does not reproduce the network.
     """
-    comparison = Comparison(code_tensors)
-    live, outputs = _session_with(path, list(code_tensors.values()))
-    names = [spec.name for spec in live.get_inputs()]
+    sessions, outputs = _sessions_with(path, list(code_tensors.values()))
+    comparisons = [Comparison(code_tensors) for _ in sessions]
+    names = [spec.name for spec in sessions[0].get_inputs()]
     fetched = [*dict.fromkeys([*code_tensors.values(), *outputs])]
     first_output, samples = [], 0
     return_freed_memory()  # loading takes much more for a moment
@@ -88,17 +103,22 @@ def verify(
             samples += len(chunk[0])
             reference, codes = run_with_codes(lowered, chunk)
             feeds = {name: x.numpy() for name, x in zip(names, chunk, strict=True)}
-            values = dict(zip(fetched, live.run(fetched, feeds), strict=True))
-            comparison.add_codes(codes, values)
-            comparison.add_outputs(reference, [values[name] for name in outputs], lowered.output_scales)
-            first_output.append(values[outputs[0]])
-    parity = comparison.parity(samples)
-    _check_parity(path, parity, lowered)
-    return parity, np.concatenate(first_output)
+            for i, (live, comparison) in enumerate(zip(sessions, comparisons, strict=True)):
+                values = dict(zip(fetched, live.run(fetched, feeds), strict=True))
+                comparison.add_codes(codes, values)
+                comparison.add_outputs(reference, [values[name] for name in outputs], lowered.output_scales)
+                if i == 0:
+                    first_output.append(values[outputs[0]])
+    plain, accurate = (comparison.parity(samples) for comparison in comparisons)
+    _check_parity(path, accurate, lowered)
+    _check_parity(path, plain, lowered, saturated=True)
+    return replace(plain, accurate=accurate), np.concatenate(first_output)
 
 
-def _session_with(path: Path, tensors: Sequence[str]) -> tuple[Any, list[str]]:
-    """Return a session with ``tensors`` inside the file as further outputs, and the names of its own outputs.
+def _sessions_with(path: Path, tensors: Sequence[str]) -> tuple[list[Any], list[str]]:
+    """Return a plain and an accurate session, and the names of the outputs of the file.
+
+    The sessions have ``tensors`` inside the file as further outputs.
 
     Raises:
         JobError: the runtime does not load the file.
@@ -106,9 +126,13 @@ def _session_with(path: Path, tensors: Sequence[str]) -> tuple[Any, list[str]]:
     model, folder = runtime.with_outputs(path, tensors)
     outputs = [output.name for output in runtime.load_model(path, external_data=False).graph.output]
     try:
-        return runtime.session(model, folder=folder, low_memory=True), outputs
+        sessions = [
+            runtime.session(model, folder=folder, low_memory=True, accurate=accurate)
+            for accurate in (False, True)
+        ]
     except UsageError as error:  # the file was written by this run: not the user's fault
         raise JobError(f"{path.name} does not load in this ONNX Runtime: {error}") from error
+    return sessions, outputs
 
 
 def run_with_codes(lowered: Lowered, inputs: Sequence[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -234,18 +258,34 @@ def _largest_difference(a: NDArray[Any], b: NDArray[Any]) -> float:
     return float(np.nan_to_num(difference, nan=np.inf).max(initial=0))
 
 
-def _check_parity(path: Path, parity: Parity, lowered: Lowered) -> None:
+def _check_parity(path: Path, parity: Parity, lowered: Lowered, *, saturated: bool = False) -> None:
+    """Check that a session reproduces the network.
+
+    Args:
+        path: the file, for messages.
+        parity: the agreement of the session.
+        lowered: the network.
+        saturated: the session is a plain one, and an accurate one agrees.
+
+    Raises:
+        JobError: it does not.
+    """
+    where = "this ONNX Runtime"
+    cure = ""
+    if saturated:
+        where = f"a plain session of {where}, though not with {runtime.ACCURATE}=1"
+        cure = "; compress with `wbits=7` or `target='portable'`"
     # Float operators may round differently, but by one step at most at the first differing site.
     allowed = 1 if lowered.float_operators else 0
     if parity.first_steps > allowed:
         raise JobError(
-            f"{path.name} does not reproduce the network: {parity.differing_codes} codes differ in this ONNX "
-            f"Runtime, first at {parity.first_layer} by {quantity(parity.first_steps, 'step')} "
-            f"({allowed} allowed)"
+            f"{path.name} does not reproduce the network: {parity.differing_codes} codes differ in {where}, "
+            f"first at {parity.first_layer} by {quantity(parity.first_steps, 'step')} ({allowed} allowed)"
+            f"{cure}"
         )
     tolerance = _FLOAT_TOLERANCE if lowered.float_operators else 0.0
     if parity.first_layer is None and parity.relative > tolerance:
         raise JobError(
             f"{path.name} does not reproduce the network: its outputs differ by {parity.relative:.1e} "
-            f"(relative, at most {tolerance:.0e} allowed) in this ONNX Runtime"
+            f"(relative, at most {tolerance:.0e} allowed) in {where}{cure}"
         )

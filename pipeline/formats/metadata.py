@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,25 @@ LAYERS = "ul2q.layers"
 PREPROCESS = "ul2q.preprocess"
 SOURCE_SHA256 = "ul2q.source_sha256"
 SEED = "ul2q.seed"
+CPU = "ul2q.cpu"
+
+
+def cpu_entry(unsigned_layers: int) -> dict[str, Any]:
+    """Describe what a session without options needs to compute the codes of the network exactly.
+
+    Args:
+        unsigned_layers: layers whose weights go beyond ±64 and are therefore stored as uint8.
+
+    Returns:
+        ``exact``, the CPUs on which plain sessions are exact: always "any"; and ``unsigned_layers``, which
+        run slower than layers of int8 weights.
+    """
+    return {"exact": "any", "unsigned_layers": unsigned_layers}
+
+
+def cpu_json(unsigned_layers: int) -> str:
+    """Return the text of `CPU`, see `cpu_entry`."""
+    return json.dumps(cpu_entry(unsigned_layers), separators=(",", ":"))
 
 
 def grid_entry(grid: Grid) -> dict[str, Any]:

@@ -11,7 +11,11 @@ from ul2q.pipeline.report.schema import Accuracy, Layer, Parity, Report
 
 NONE = "–"
 #: titles of runtimes; others are shown by their own names
-RUNTIMES = {"onnxruntime": "ONNX Runtime", "keras": "Keras"}
+RUNTIMES = {
+    "onnxruntime": "ONNX Runtime",
+    "onnxruntime_accurate": "ONNX Runtime, accurate session",
+    "keras": "Keras",
+}
 LAYER_HEADER = ("layer", "operator", "weights", "bits", "α", "β", "SQNR dB", "bytes", "remark")
 
 
@@ -229,7 +233,7 @@ def summary(report: Report) -> list[Row]:
     """
     rows = [*_accuracy_rows(report), _file_row(report), _latency_row(report), _memory_row(report)]
     rows += [Row(name, metric(m["float"]), metric(m["quantized"])) for name, m in report["metrics"].items()]
-    rows += parities(report)
+    rows += [*parities(report), _cpu_row(report)]
     return [row for row in rows if row.note or (row.before, row.after) != (NONE, NONE)]
 
 
@@ -282,12 +286,14 @@ def parities(report: Report) -> list[Row]:
     """Format the deviation of each runtime from the lowered torch model.
 
     Returns:
-        A row for each compared runtime, with the deviation as its note.
+        A row for each compared runtime, with the deviation as its note; one for its plain and its accurate
+        session together where they deviate alike.
     """
     rows = []
-    for runtime, value in report["parity"].items():
-        parity = cast("Parity | None", value)
-        if parity is None:
+    entries = cast("dict[str, Parity | None]", dict(report["parity"]))
+    for runtime, parity in entries.items():
+        plain = entries.get(runtime.removesuffix("_accurate"))
+        if parity is None or (runtime.endswith("_accurate") and parity == plain):
             continue
         notes = []
         if parity["max_steps"] is not None:
@@ -300,8 +306,20 @@ def parities(report: Report) -> list[Row]:
             notes.append(f"{share} same class")
         if parity["first_layer"] is not None:
             notes.append(f"first differing layer {parity['first_layer']}")
+        if entries.get(f"{runtime}_accurate") == parity:
+            notes.append("in plain and accurate sessions")
         rows.append(Row(RUNTIMES.get(runtime, runtime), note=", ".join(notes)))
     return rows
+
+
+def _cpu_row(report: Report) -> Row:
+    """Return the CPUs on which plain sessions are exact, nothing with float activations."""
+    cpu = report["cpu"]
+    if cpu["exact"] is None or report["config"].get("abits") == 32:
+        return Row("CPUs")
+    unsigned = cpu["unsigned_layers"]
+    also = f"; weights of {quantity(unsigned, 'layer')} stored unsigned" if unsigned else ""
+    return Row("CPUs", NONE, cpu["exact"], f"exact in plain sessions{also}")
 
 
 def operators(report: Report) -> str:

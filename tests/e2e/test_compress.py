@@ -50,6 +50,9 @@ def test_all_files_are_there_and_the_report_is_complete(compressed: Path) -> Non
     assert complete(report) == report
     assert report["parity"]["onnxruntime"]["max_steps"] == 0
     assert report["parity"]["onnxruntime"]["argmax_agreement"] == 1
+    assert report["parity"]["onnxruntime_accurate"] == report["parity"]["onnxruntime"]
+    assert report["cpu"] == {"exact": "any", "unsigned_layers": 0}
+    assert report["config"]["target"] == "exact"
     assert report["accuracy"]["samples"] == 360
     assert report["accuracy"]["onnxruntime"] == report["accuracy"]["quantized"]
     assert [(layer["wbits"], layer["abits"], layer["quantized"]) for layer in report["layers"]] == [

@@ -231,13 +231,16 @@ def test_the_file_gives_the_codes_of_torch_on_integer_kernels(
     assert set(counts) <= INTEGER | MOVING | ENDS
     assert counts["QuantizeLinear"] == len(deployment.inputs)
     assert counts["DequantizeLinear"] <= len(runtime.session(deployment.path).get_outputs())
-    # CPUs without VNNI need other kernels for weights beyond ±64: the file must load with them, too.
+    # The accurate kernels load the file, too, and compute the same as those of a plain session.
     options = ort.SessionOptions()
     options.add_session_config_entry("session.x64quantprecision", "1")
-    exact = ort.InferenceSession(str(deployment.path), options, providers=["CPUExecutionProvider"])
-    feeds = {spec.name: x.numpy() for spec, x in zip(exact.get_inputs(), deployment.inputs, strict=True)}
-    usual = runtime.run(runtime.session(deployment.path), feeds)
-    assert all(np.array_equal(usual[n], y) for n, y in zip(usual, exact.run(None, feeds), strict=True))
+    accurate, plain = (
+        ort.InferenceSession(str(deployment.path), o, providers=["CPUExecutionProvider"])
+        for o in (options, ort.SessionOptions())
+    )
+    feeds = {spec.name: x.numpy() for spec, x in zip(plain.get_inputs(), deployment.inputs, strict=True)}
+    pairs = zip(plain.run(None, feeds), accurate.run(None, feeds), strict=True)
+    assert all(np.array_equal(a, b) for a, b in pairs)
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
@@ -407,7 +410,9 @@ def test_many_small_layers_shrink_as_much(deploy: Any) -> None:
 
 def test_metadata_describe_every_quantiser(small: Any) -> None:
     entries = runtime.metadata(small.path)
-    assert entries.keys() == {"ul2q.version", "ul2q.min_onnxruntime", "ul2q.layers", "ul2q.seed"}
+    assert entries.keys() == {
+        "ul2q.version", "ul2q.min_onnxruntime", "ul2q.layers", "ul2q.seed", "ul2q.cpu",
+    }  # fmt: skip
     assert (entries["ul2q.version"], entries["ul2q.min_onnxruntime"], entries["ul2q.seed"]) == (
         __version__, "1.20", "5",
     )  # fmt: skip

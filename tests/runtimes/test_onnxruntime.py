@@ -80,6 +80,20 @@ def test_the_exact_kernels_are_asked_for_where_the_fast_ones_saturate(
             options.get_session_config_entry("session.x64quantprecision")
 
 
+@pytest.mark.parametrize("saturates", [False, True])
+@pytest.mark.parametrize("accurate", [False, True])
+def test_plain_and_accurate_sessions_are_those_on_every_cpu(
+    make_matmul: MakeModel, monkeypatch: pytest.MonkeyPatch, saturates: bool, accurate: bool
+) -> None:
+    monkeypatch.setattr(runtime, "kernels_saturate", lambda: saturates)
+    options = runtime.session(make_matmul(), accurate=accurate).get_session_options()
+    if accurate:
+        assert options.get_session_config_entry(runtime.ACCURATE) == "1"
+    else:
+        with pytest.raises(RuntimeError, match="x64quantprecision"):
+            options.get_session_config_entry(runtime.ACCURATE)
+
+
 def test_operators_are_those_after_fusion(conv_path: Path, make_matmul: MakeModel) -> None:
     fused = runtime.operators(conv_path)
     fused.pop("Transpose", None)  # where the runtime's kernels want channels last

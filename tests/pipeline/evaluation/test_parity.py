@@ -18,6 +18,7 @@ from ul2q.pipeline.errors import JobError
 from ul2q.pipeline.evaluation import parity as module
 from ul2q.pipeline.evaluation.parity import Comparison, run_with_codes, verify
 from ul2q.runtimes import onnxruntime as runtime
+from ul2q.runtimes.cpu import kernels_saturate
 
 
 class Mixed(nn.Module):
@@ -140,6 +141,73 @@ def test_behind_float_operators_one_step_passes_and_is_reported(mixed: Any, tmp_
     }  # fmt: skip
     with pytest.raises(JobError, match=r"first at head by 2 steps \(1 allowed\)"):
         check(mixed, shift(2))
+
+
+def signed(deployed: Any, path: Path) -> Path:
+    """Write the file with its uint8 weights as int8, as a file is that saturating kernels get wrong."""
+    proto = onnx.load(deployed.path)
+    tensors = {t.name: t for t in proto.graph.initializer}
+    for node in proto.graph.node:
+        stored = tensors.get(node.input[0]) if node.op_type == "DequantizeLinear" else None
+        if stored is None or stored.data_type != onnx.TensorProto.UINT8:
+            continue
+        for tensor in (stored, tensors[node.input[2]]):
+            array = numpy_helper.to_array(tensor).astype(np.int16) - 128
+            tensor.CopyFrom(numpy_helper.from_array(array.astype(np.int8), tensor.name))
+    onnx.save(proto, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def wide(deploy: Any) -> Any:
+    """A layer with weights beyond ±64 of the same sign beside each other, and inputs of large codes."""
+    torch.manual_seed(0)
+    linear = nn.Linear(64, 8)
+    linear.weight.data = torch.randn(8, 64).sort(1).values
+    return deploy(linear, [torch.rand(40, 64) + torch.tensor([0.0, 1.0]).repeat(20)[:, None]], wbits=8)
+
+
+def test_a_file_is_verified_in_a_plain_and_an_accurate_session(wide: Any) -> None:
+    assert wide.exported.unsigned
+    parity = check(wide, wide.path)
+    assert parity.accurate is not None
+    assert (parity.differing_codes, parity.accurate.differing_codes) == (0, 0)
+    assert parity.by_runtime("onnxruntime") == {
+        "onnxruntime": parity.to_dict(), "onnxruntime_accurate": parity.accurate.to_dict(),
+    }  # fmt: skip
+
+
+@pytest.mark.skipif(not kernels_saturate(), reason="the kernels of this CPU do not saturate")
+def test_saturating_kernels_are_found_though_an_accurate_session_agrees(wide: Any, tmp_path: Path) -> None:
+    path = signed(wide, tmp_path / "model.onnx")
+    x, reference = wide.inputs[0], wide.lowered.module(*wide.inputs).numpy()
+    accurate = runtime.run(runtime.session(path, accurate=True), x.numpy())
+    np.testing.assert_array_equal(next(iter(accurate.values())), reference)
+    message = (
+        r"^model\.onnx does not reproduce the network: \d+ codes differ in a plain session of this ONNX "
+        r"Runtime, though not with session\.x64quantprecision=1, first at .* by \d+ steps \(0 allowed\); "
+        r"compress with `wbits=7` or `target='portable'`$"
+    )
+    with pytest.raises(JobError, match=message):
+        check(wide, path)
+
+
+def test_a_plain_session_that_differs_is_a_failed_job_on_every_cpu(
+    wide: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (name,) = wide.lowered.weights
+    other, _ = runtime.with_outputs(
+        tampered(wide, tmp_path / "other.onnx", {f"{name}.weight": lambda w: 255 - w}),
+        list(wide.exported.code_tensors.values()),
+    )
+    session = runtime.session
+
+    def plain_differs(model: Any, *, accurate: bool, **options: Any) -> Any:
+        return session(model if accurate else other, accurate=accurate, **options)
+
+    monkeypatch.setattr(runtime, "session", plain_differs)
+    with pytest.raises(JobError, match=r"in a plain session .* compress with `wbits=7` or `target="):
+        check(wide, wide.path)
 
 
 def test_samples_are_compared_in_pieces(integers: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,8 +77,9 @@ memory.measured_peak_rss_bytes.float memory.measured_peak_rss_bytes.quantized
 operations.multiply_adds operations.bit_operations operations.float_bit_operations
 accuracy.metric accuracy.samples accuracy.float accuracy.quantized accuracy.onnxruntime accuracy.keras
 metrics parity.onnxruntime.max_abs parity.onnxruntime.max_steps
-parity.onnxruntime.argmax_agreement parity.onnxruntime.first_layer parity.keras latency_ms.float
-latency_ms.quantized latency_ms.ratio latency_ms.threads latency_ms.operators warnings
+parity.onnxruntime.argmax_agreement parity.onnxruntime.first_layer parity.onnxruntime_accurate parity.keras
+latency_ms.float latency_ms.quantized latency_ms.ratio latency_ms.threads latency_ms.operators
+cpu.exact cpu.unsigned_layers warnings
 """
 LAYER = """
 name op parameters outputs multiply_adds wbits abits granularity alpha beta sqnr_db loss histogram bytes_float
@@ -312,6 +313,48 @@ def test_steps_are_told_as_far_as_they_are_exact(steps: float, shown: str) -> No
     values = measured()
     values["parity"]["onnxruntime"] |= {"max_steps": steps}
     assert text.parities(complete(values))[0].note.startswith(f"{shown} from torch")
+
+
+def test_plain_and_accurate_sessions_share_a_row_where_they_agree() -> None:
+    values = measured()
+    plain = values["parity"]["onnxruntime"]
+    assert [row.note for row in text.parities(complete(values))] == ["0 steps from torch, all same class"]
+    values["parity"]["onnxruntime_accurate"] = dict(plain)
+    (row,) = text.parities(complete(values))
+    assert (row.label, row.note) == (
+        "ONNX Runtime", "0 steps from torch, all same class, in plain and accurate sessions",
+    )  # fmt: skip
+    values["parity"]["onnxruntime_accurate"]["max_steps"] = 1
+    rows = [(row.label, row.note) for row in text.parities(complete(values))]
+    assert rows == [
+        ("ONNX Runtime", "0 steps from torch, all same class"),
+        ("ONNX Runtime, accurate session", "1 step from torch, all same class"),
+    ]
+
+
+def test_exact_cpus_and_unsigned_weights_have_a_row() -> None:
+    def row(unsigned: int, **config: Any) -> text.Row | None:
+        values = measured() | {"cpu": {"exact": "any", "unsigned_layers": unsigned}}
+        values["config"] |= config
+        return next((row for row in text.summary(complete(values)) if row.label == "CPUs"), None)
+
+    assert row(0) == text.Row("CPUs", "–", "any", "exact in plain sessions")
+    assert row(2) == text.Row(
+        "CPUs", "–", "any", "exact in plain sessions; weights of 2 layers stored unsigned"
+    )
+    assert row(0, abits=32) is None
+
+
+@pytest.mark.parametrize(
+    ("wbits", "unsigned", "noted"), [(8, 3, True), (8, 0, False), (7, 3, False), (8, None, False)]
+)
+def test_seven_bits_are_recommended_where_eight_are_stored_unsigned(
+    wbits: int, unsigned: int | None, noted: bool
+) -> None:
+    values = measured() | {"cpu": {"exact": "any", "unsigned_layers": unsigned}}
+    values["config"] |= {"wbits": wbits}
+    warnings = complete(values)["warnings"]
+    assert any("7 bits run at full speed everywhere (`wbits=7`" in w for w in warnings) == noted
 
 
 def test_further_metrics_have_a_row_each() -> None:

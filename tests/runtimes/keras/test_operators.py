@@ -96,6 +96,38 @@ def test_pools_joins_and_activations(
     agreement(deploy(Pools().eval(), [torch.from_numpy(x)], wbits=wbits, granularity=granularity), x)
 
 
+class Wide(nn.Module):
+    """Layers of every kind whose channel means lie far apart: stored weights beyond ±64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.depthwise = nn.Conv2d(2, 8, 3), nn.Conv2d(8, 8, 3, groups=8)
+        self.grouped, self.head = nn.Conv2d(8, 12, 3, groups=2), nn.Linear(12 * 4, 5)
+        for layer in self.children():
+            means = 3 * torch.randn(len(layer.weight), *[1] * (layer.weight.ndim - 1))
+            layer.weight.data = (torch.randn_like(layer.weight) + means) / layer.weight[0].numel()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.grouped(torch.relu(self.depthwise(torch.relu(self.conv(x))))))
+        return self.head(torch.flatten(x, 1))
+
+
+@pytest.mark.parametrize(("wbits", "granularity"), [(6, "channel"), (7, "channel"), (8, "tensor")])
+def test_weights_that_files_store_unsigned(
+    deploy: Callable[..., Any], rng: np.random.Generator, wbits: int, granularity: str
+) -> None:
+    torch.manual_seed(0)
+    x = rng.normal(size=(32, 2, 8, 8)).astype(np.float32)
+    deployment = deploy(Wide().eval(), [torch.from_numpy(x)], wbits=wbits, granularity=granularity)
+    assert deployment.exported.unsigned
+    agreement(deployment, x)
+    trainable = load_onnx(deployment.path, trainable=True)
+    for name, weight in deployment.lowered.weights.items():
+        if name == "head":  # its inputs are in another order
+            continue
+        np.testing.assert_array_equal(trainable.get_layer(name).weight_codes()[0], weight.codes)
+
+
 def test_one_dimension_and_flattened_output(deploy: Callable[..., Any], rng: np.random.Generator) -> None:
     torch.manual_seed(0)
     x = rng.normal(size=(32, 2, 20)).astype(np.float32)
