@@ -12,6 +12,7 @@ import copy
 import inspect
 import io
 import logging
+import operator
 import re
 import warnings
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,8 @@ from torch.utils import _pytree as pytree
 
 from ul2q.pipeline.errors import UsageError, first_line
 from ul2q.pipeline.graph.input_types import input_names
-from ul2q.pipeline.graph.rebuild import LayerBuilder
+from ul2q.pipeline.graph.operators.registry import moving_operator
+from ul2q.pipeline.graph.rebuild import LayerBuilder, is_inference_batch_norm
 from ul2q.pipeline.graph.rewrite import expand_activations
 from ul2q.pipeline.graph.torch_programs import as_module
 
@@ -46,6 +48,10 @@ _GRAPH_ATTRIBUTES = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph()))) - fr
 _CHECKED_BATCHES, _CHECKED_LARGE_BATCHES, _LARGE_SAMPLE = (1, 2, 7), (1, 2, 3), 2**16
 # Largest difference, relative to the largest output: an algorithm may sum in another order.
 _TOLERANCE = 1e-5
+# What a graph calls beside operators of torch: selection, and arithmetic of sizes.
+_SCALAR_FUNCTIONS = frozenset({operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv})
+# Functional by their schemas, and yet always decomposed.
+_REWRITTEN = frozenset({aten.native_batch_norm.default, aten.lift_fresh_copy.default, aten.sym_numel.default})
 # Samples in the exported example: with one, torch.export would fix the batch size.
 EXAMPLE_BATCH = 2
 
@@ -128,8 +134,12 @@ def _capture(model: nn.Module, example: list[Tensor], own_tensors: bool) -> Capt
         ) from error
     _keep_dropout(program.graph_module)
     with quiet():
-        # An empty table decomposes nothing: it makes the graph functional, so that no value is overwritten.
-        unlifted = cast(fx.GraphModule, program.run_decompositions({}).module(check_guards=False))
+        if not all(map(_is_functional, program.graph.nodes)):
+            # An empty table decomposes nothing: it makes the graph functional, so that no value is
+            # overwritten. It traces the network a second time.
+            program = program.run_decompositions({})
+        unlifted = program.module(check_guards=False)
+    unlifted.graph.eliminate_dead_code()
     builder = LayerBuilder(unlifted, model)
     graph = builder.build()
     expand_activations(graph)
@@ -233,6 +243,26 @@ def _keep_dropout(module: fx.GraphModule) -> None:
             node.target = torch.ops.ul2q.dropout.default
             node.args = (node.args[0], float(node.args[1]), feature)
     module.recompile()
+
+
+def _is_functional(node: fx.Node) -> bool:
+    """Return whether the graph may keep ``node`` as torch.export wrote it.
+
+    What overwrites its operands, calls a graph of its own, or does either of several things by its arguments
+    must become plain operators first; so must composed operators that return views, other than those that
+    `moving_operator` knows.
+    """
+    target = node.target
+    if node.op == "get_attr":
+        return False  # a graph that an operator calls
+    if node.op != "call_function" or target in _SCALAR_FUNCTIONS or is_inference_batch_norm(node):
+        return True
+    if not isinstance(target, torch._ops.OpOverload) or target in _REWRITTEN:
+        return False
+    schema = target._schema
+    if schema.is_mutable or torch.Tag.maybe_aliasing_or_mutating in target.tags:
+        return False
+    return moving_operator(node) is not None or not any(a.alias_info for a in schema.arguments)
 
 
 def _compare(model: nn.Module, captured: nn.Module, example: list[Tensor]) -> None:

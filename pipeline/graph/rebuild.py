@@ -35,6 +35,7 @@ _PRODUCTS = (aten.mm.default, aten.matmul.default, aten.addmm.default)
 _TURNS = (aten.t.default, aten.permute.default, aten.transpose.int)
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
 _BATCH_NORM = aten._native_batch_norm_legit_no_training.default
+_BATCH_NORM_STATISTICS, _BATCH_NORM_TRAINING = slice(3, 5), 5  # arguments of aten.batch_norm
 _BATCH_NORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 _BATCH_NORM_TYPES = nn.modules.batchnorm._BatchNorm
 _WEIGHT_SUFFIX = re.compile(
@@ -57,6 +58,14 @@ def stack_path(node: fx.Node) -> str:
         return ""
     path, _ = list(stack.values())[-1]
     return re.sub(r"@\d+", "", path.removeprefix("L['self']").removeprefix("."))
+
+
+def is_inference_batch_norm(node: fx.Node) -> bool:
+    """Return whether ``node`` normalises with the statistics that it is given, without updating them."""
+    if node.target is not aten.batch_norm.default:
+        return False
+    arguments = _arguments(node)
+    return not arguments[_BATCH_NORM_TRAINING] and None not in arguments[_BATCH_NORM_STATISTICS]
 
 
 class LayerBuilder:
@@ -180,7 +189,7 @@ class LayerBuilder:
         target = node.target
         if target in _CONVS or target is aten.linear.default:
             self._replace_weighted(node)
-        elif target is _BATCH_NORM:
+        elif target is _BATCH_NORM or is_inference_batch_norm(node):
             self._replace_batch_norm(node)
         elif target is torch.ops.ul2q.dropout.default:
             x, p, feature = node.args
@@ -236,11 +245,14 @@ class LayerBuilder:
         return stripped if stripped != source else f"{source}_{operator}"
 
     def _replace_batch_norm(self, node: Any) -> None:
-        x, weight, bias, mean, var, momentum, eps = _arguments(node)
+        arguments = _arguments(node)
+        if node.target is not _BATCH_NORM:
+            del arguments[_BATCH_NORM_TRAINING]
+        x, weight, bias, mean, var, momentum, eps = arguments[:7]
         tensors = (weight, bias, mean, var)
         if any(t is not None and t not in self.constant for t in tensors):
             return
-        key = (node.target, *(id(self._value(t)) for t in tensors), eps)
+        key = (_BATCH_NORM, *(id(self._value(t)) for t in tensors), eps)
         if key not in self.by_key:
             path = mean.target.rpartition(".")[0] if mean.op == "get_attr" else ""
             path = self.canonical.get(path, path)
@@ -259,7 +271,9 @@ class LayerBuilder:
             layer.num_batches_tracked = torch.zeros((), dtype=torch.long) if seen is None else seen
             self.by_key[key] = self._unique(path or "batch_norm")
             self.layers[self.by_key[key]] = layer
-        normalised = next(user for user in node.users if user.args[1] == 0)
+        # The operator of decomposed graphs has several results.
+        several = node.target is _BATCH_NORM
+        normalised = next(user for user in node.users if user.args[1] == 0) if several else node
         self._swap(normalised, self.by_key[key], x)
 
     def _unique(self, name: str) -> str:
