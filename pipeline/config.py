@@ -11,7 +11,7 @@ from ul2q.pipeline.quantize.option_values import ACT_FITS, GRANULARITIES
 from ul2q.pipeline.quantize.registry import DEFAULT_QUANTIZER, check_quantizer
 
 OPTIMIZERS = ("kfac", "sgd", "adam")
-STORAGES = ("table", "int2")
+STORAGES = ("table", "fast", "int2")
 TRANSPORTS = ("float32", "float16", "bfloat16")
 """Types, by their name in torch, in which K-FAC's statistics and gradients travel between ranks."""
 FISHERS = ("mc", "empirical")
@@ -77,7 +77,8 @@ class QuantConfig(_Config):
         samples: calibration samples (0 means all training samples).
         exclude: name patterns (fnmatch) of layers to leave in float.
         opset: ONNX opset of the file.
-        storage: ``table`` packs codes in bytes that every runtime reads, ``int2`` uses typed 2/4-bit tensors.
+        storage: ``table`` packs codes in bytes that every runtime reads; ``fast`` stores int8 weights, which load
+            faster from a larger file; ``int2`` uses typed 2/4-bit tensors.
         seed: seed of all random numbers.
     """
 
