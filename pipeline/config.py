@@ -11,7 +11,7 @@ from ul2q.pipeline.quantize.option_values import ACT_FITS, AUTO, GRANULARITIES, 
 from ul2q.pipeline.quantize.registry import DEFAULT_QUANTIZER, check_quantizer
 
 OPTIMIZERS = ("kfac", "sgd", "adam")
-STORAGES = ("table", "int2")
+STORAGES = ("table", "fast", "int2")
 TARGETS = ("exact", "portable")
 TRANSPORTS = ("float32", "float16", "bfloat16")
 """Types, by their name in torch, in which K-FAC's statistics and gradients travel between ranks."""
@@ -83,7 +83,8 @@ class QuantConfig(_Config):
         samples: calibration samples (0 means all training samples).
         exclude: name patterns (fnmatch) of layers to leave in float.
         opset: ONNX opset of the file.
-        storage: ``table`` packs codes in bytes that every runtime reads, ``int2`` uses typed 2/4-bit tensors.
+        storage: ``table`` packs codes in bytes that every runtime reads; ``fast`` stores int8 weights, which load
+            faster from a larger file; ``int2`` uses typed 2/4-bit tensors.
         target: how 8-bit weights become right on every CPU: ``exact`` stores weights beyond ±64 unsigned,
             which runs slower; ``portable`` keeps them within ±64, at full speed and the precision of 7 bits.
         seed: seed of all random numbers.
@@ -143,6 +144,11 @@ class QuantConfig(_Config):
         if "granularity" in values and "step" not in values:
             values = {**values, "step": "paper"}
         return super().from_dict(values)
+
+    @property
+    def weight_width(self) -> int:
+        """Width of the quantised weights: within ±64, 8 bits are 7."""
+        return 7 if self.target == "portable" and self.wbits == 8 else self.wbits
 
     @property
     def as_published(self) -> bool:

@@ -2,15 +2,22 @@
 
 ONNX Runtime folds these nodes when it loads the file; what remains in memory is the int8 weight. Forms:
 
-    table     byte → row of a table of stored weights             (large weights of 1, 2, 4 bits)
-    planes    fields of all planes or-ed, code → stored weight    (other weights; small or shared tables)
-    offsets   as planes, then + offset of the channel             (one offset per channel)
-    plain     the int8 weights themselves                         (8 bits, or where packing would not pay)
-    int2      typed 2- or 4-bit tensor, cast, multiply, add       (on request)
+    table     byte → row of a table of stored weights                   (large weights of 1 or 2 bits, one grid)
+    fields    for each part of a group: bytes & mask → QLinearConv; Concat               (other large weights)
+    planes    for each plane: bytes >> shifts & mask; or-ed → Cast → QuantizeLinear    (small or odd weights)
+    plain     the int8 weights themselves        (8 bits, storage ``fast``, or where packing would not pay)
+    int2      typed 2- or 4-bit tensor, cast, multiply, add                                       (on request)
+
+QLinearConv and QuantizeLinear compute multiplier·q + offset, with an offset of the tensor or of each channel.
+In ``fields`` the convolution is depthwise, and its kernel reaches over the bytes of a group: masked bytes times
+powers of two are codes, its bias or zero point is the offset. All values are integers far below 2^24, so
+float32 requantisation rounds none of them. In ``planes`` the scale is 1/multiplier and the zero point the
+stored weight of the lowest code.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,19 +32,27 @@ from ul2q.pipeline.graph.integer_modules import LoweredWeight
 
 # Bytes that the unpacking nodes of one weight take in the file, about: less is not worth packing.
 _NODES = 250
-# From so many weights on, a table of its own costs a layer less than the memory of two look-ups at load.
+# From so many weights on, speed and memory at load count more than the bytes of nodes and tables.
 _LARGE = 2**16
+# Widths whose parts are few enough for small weights, too.
+_FEW_PARTS = (6, 7)
+# Weights that one image of the convolution contains, about, where all channels have the same offset.
+_IMAGE = 2**16
+_CHANNELS = 16
+# Numbers that are not worth a node that repeats one.
+_REPEATED = 64
 
 _TYPED = {2: (ml_dtypes.int2, ir.DataType.INT2), 4: (ml_dtypes.int4, ir.DataType.INT4)}
 
 
 class Unpacker:
-    """Replaces weights of one graph; tables are shared among its layers."""
+    """Replaces weights of one graph; constants are shared among its layers."""
 
     def __init__(self, graph: ir.Graph, storage: str) -> None:
         self.graph = graph
         self.storage = storage
         self.first = graph[0]
+        self.repeated: dict[tuple[str, int], ir.Value] = {}
 
     def replace(self, name: str, weight: LoweredWeight) -> tuple[str, ir.Value]:
         """Replace the int8 initialiser ``name`` by packed codes.
@@ -51,14 +66,8 @@ class Unpacker:
         if form == "plain":
             return form, old
         shape = weight.stored.shape
-        if form == "int2":
-            stored = self._typed(stem, weight)
-        else:
-            planes = packing.pack(weight.codes, weight.grid.k)
-            flat = self._trim(self._decode(stem, planes, weight, form), planes, weight)
-            stored = self._node("Reshape", stem, flat, self._vector("shape", shape))
-            if form == "offsets":
-                stored = self._add_offsets(stem, stored, weight)
+        write = {"int2": self._typed, "table": self._table, "fields": self._fields, "planes": self._planes}
+        stored = write[form](stem, weight)
         old.replace_all_uses_with(stored)
         stored.shape = ir.Shape(shape)
         stored.dtype = ir.DataType.INT8
@@ -67,60 +76,104 @@ class Unpacker:
 
     def _form(self, weight: LoweredWeight) -> str:
         k, size = weight.grid.k, weight.stored.size
-        if k == 8:
+        if k == 8 or self.storage == "fast":
             return "plain"
         if self.storage == "int2" and k in _TYPED:
             return "int2"
-        if size <= size * k // 8 + 2**k + _NODES:
+        if size <= size * k // 8 + _NODES or _lowest(weight).min() < -128:
             return "plain"
-        if weight.grid.offset.ndim:
-            return "offsets"
-        return "table" if len(packing.PLANES[k]) == 1 and size >= _LARGE else "planes"
+        per_channel = weight.grid.offset.ndim == 1
+        if k in (1, 2) and size >= _LARGE and not per_channel:
+            return "table"
+        if k in packing.GROUPS and (k in _FEW_PARTS or size >= _LARGE):
+            codes, _ = packing.group_size(k)
+            grouped = size // len(weight.stored) if per_channel else size
+            return "planes" if grouped % codes else "fields"
+        return "planes"
 
-    # Decoding
+    # Forms
 
-    def _levels(self, weight: LoweredWeight, form: str) -> NDArray[Any]:
-        """Return the stored weight of each unsigned code; for ``offsets`` without it, wide enough to add."""
-        grid, half = weight.grid, 2 ** (weight.grid.k - 1)
-        base = 0 if form == "offsets" else int(grid.offset) + grid.zero_point
-        levels = grid.multiplier * np.arange(-half, half) + base
-        return levels.astype(np.int32 if form == "offsets" else np.int8)
+    def _table(self, stem: str, weight: LoweredWeight) -> ir.Value:
+        k, levels = weight.grid.k, _levels(weight)
+        packed = packing.pack_rows(weight.codes, k)
+        index = self._node("Cast", stem, self._initializer(f"{stem}.codes", packed), to=ir.DataType.INT32)
+        table = self._shared(f"table{k}_{levels[0]}_{levels[1]}", levels[packing.fields(k)])
+        rows = self._node("Gather", stem, table, index)
+        return self._shaped(stem, rows, len(packed) * (8 // k), weight.stored.shape)
 
-    def _decode(
-        self, stem: str, planes: Sequence[NDArray[np.uint8]], weight: LoweredWeight, form: str
+    def _fields(self, stem: str, weight: LoweredWeight) -> ir.Value:
+        grid, size = weight.grid, weight.stored.size
+        codes, count = packing.group_size(grid.k)
+        per_channel = grid.offset.ndim == 1
+        images, channels = (1, len(weight.stored)) if per_channel else _images(size // codes, codes)
+        rows = images * channels
+        packed = packing.pack_groups(weight.codes.reshape(rows, codes, -1), grid.k)
+        source = self._initializer(f"{stem}.codes", packed.reshape(images, channels, count, -1))
+        bias = None
+        if per_channel:  # in units of multiplier/64, as the first parts compute
+            offset = (grid.offset + grid.zero_point).astype(np.float64)
+            units = np.rint(offset * 64 / grid.multiplier).astype(np.int32)
+            bias = self._initializer(f"{stem}.offset", units)
+        parts = [self._part(stem, weight, part, source, bias) for part in packing.GROUPS[grid.k]]
+        joined = self._node("Concat", stem, *parts, axis=2)
+        return self._shaped(stem, joined, size, weight.stored.shape)
+
+    def _part(
+        self, stem: str, weight: LoweredWeight, part: packing.Part, source: ir.Value, bias: ir.Value | None
     ) -> ir.Value:
-        """Return nodes from the packed planes to the value of every code, flat or [bytes, codes per byte]."""
-        k, levels = weight.grid.k, self._levels(weight, form)
-        bits = packing.PLANES[k]
-        if form == "table":
-            table = self._shared(f"table{k}_{_tag(levels)}", levels[packing.fields(k)])
-            return self._node("Gather", stem, table, self._bytes(stem, "codes", planes[0]))
-        shift, unsigned = 0, None
-        for b, plane in zip(bits, planes, strict=True):
-            table = self._shared(f"fields{b}_{shift}", packing.fields(b) << np.uint8(shift))
-            part = self._node("Gather", stem, table, self._bytes(stem, f"codes{shift or ''}", plane))
-            if len(bits) > 1:
-                part = self._node("Reshape", stem, part, self._vector("flat", [-1]))
-            unsigned = part if unsigned is None else self._node("BitwiseOr", stem, unsigned, part)
-            shift += b
-        index = self._node("Cast", stem, unsigned, to=ir.DataType.INT32)
-        return self._node("Gather", stem, self._shared(f"levels{k}_{_tag(levels)}", levels), index)
-
-    def _trim(self, value: ir.Value, planes: Sequence[NDArray[np.uint8]], weight: LoweredWeight) -> ir.Value:
-        """Return ``value`` without the padding of the last byte."""
-        size, k = weight.stored.size, weight.grid.k
-        if len(planes[0]) * (8 // packing.PLANES[k][0]) == size:
-            return value
-        stem = weight.layer
-        flat = self._node("Reshape", stem, value, self._vector("flat", [-1]))
-        return self._node("Slice", stem, flat, self._vector("start", [0]), self._vector("end", [size]))
-
-    def _add_offsets(self, stem: str, wide: ir.Value, weight: LoweredWeight) -> ir.Value:
+        """Return the stored weights [images, channels, codes, P] of a part of every group."""
         grid = weight.grid
-        offsets = (grid.offset + grid.zero_point).astype(np.int32)
-        shape = (-1, *[1] * (weight.stored.ndim - 1))
-        total = self._node("Add", stem, wide, self._initializer(f"{stem}.offset", offsets.reshape(shape)))
-        return self._node("Cast", stem, total, to=ir.DataType.INT8)
+        _, channels, count, _ = source.const_value.shape
+        masks = part.masks(count)
+        mask = self._shared(f"mask_{masks.tobytes().hex()}", masks.view(np.int8).reshape(-1, 1))
+        masked = self._node("BitwiseAnd", stem, source, mask)
+        unit = 64 if all(float(64 * field.factor).is_integer() for field in part.fields) else 128
+        kernel = np.zeros(1 if part.codes == count else count, np.int8)
+        for field in part.fields:
+            kernel[field.byte] = unit * field.factor
+        zero_point = grid.multiplier * (part.bias - 2 ** (grid.k - 1))
+        if bias is None:
+            zero_point += int(grid.offset) + grid.zero_point
+        elif unit == 128:
+            bias = self._node("Add", stem, bias, bias)
+        scale = np.float32(grid.multiplier / unit)
+        one, zero = self._number(np.float32(1)), self._number(np.int8(0))
+        return self._node(
+            "QLinearConv", stem, masked, one, zero, self._repeat(stem, kernel.reshape(1, 1, -1, 1), channels),
+            self._number(scale), zero, one, self._number(np.int8(zero_point)), *[bias] * (bias is not None),
+            group=channels,
+        )  # fmt: skip
+
+    def _planes(self, stem: str, weight: LoweredWeight) -> ir.Value:
+        grid = weight.grid
+        unsigned, shift = None, 0
+        planes = packing.pack_planes(weight.codes, grid.k)
+        for bits, plane in zip(packing.PLANES[grid.k], planes, strict=True):
+            source = self._initializer(f"{stem}.codes{shift or ''}", plane)
+            shifts = np.arange(8 // bits, dtype=np.uint8)[:, None] * np.uint8(bits)
+            field = self._node(
+                "BitShift", stem, source, self._shared(f"shifts{bits}", shifts), direction="RIGHT"
+            )
+            field = self._node("BitwiseAnd", stem, field, self._number(np.uint8(2**bits - 1)))
+            if len(planes) > 1:
+                field = self._node("Reshape", stem, field, self._vector("flat", [-1]))
+            if unsigned is None:
+                unsigned = field
+            else:
+                high = self._node("BitShift", stem, field, self._number(np.uint8(shift)), direction="LEFT")
+                unsigned = self._node("BitwiseOr", stem, unsigned, high)
+            shift += bits
+        assert unsigned is not None
+        size = len(planes[0]) * (8 // packing.PLANES[grid.k][0])
+        wide = self._node(
+            "Cast", stem, self._shaped(stem, unsigned, size, weight.stored.shape), to=ir.DataType.FLOAT
+        )
+        scale, lowest = np.float32(1 / grid.multiplier), _lowest(weight).astype(np.int8)
+        if not lowest.ndim:
+            return self._node("QuantizeLinear", stem, wide, self._number(scale), self._number(lowest[()]))
+        scales = self._repeat(stem, scale.reshape(1), len(lowest))
+        offset = self._initializer(f"{stem}.offset", lowest)
+        return self._node("QuantizeLinear", stem, wide, scales, offset, axis=0)
 
     def _typed(self, stem: str, weight: LoweredWeight) -> ir.Value:
         numpy_type, onnx_type = _TYPED[weight.grid.k]
@@ -128,8 +181,7 @@ class Unpacker:
         codes = add_initializer(self.graph, tensor)
         grid = weight.grid
         wide = self._node("Cast", stem, codes, to=ir.DataType.INT32)
-        factor = self._shared(f"times{grid.multiplier}", np.asarray(grid.multiplier, np.int32))
-        wide = self._node("Mul", stem, wide, factor)
+        wide = self._node("Mul", stem, wide, self._number(np.int32(grid.multiplier)))
         offset = (grid.offset + grid.zero_point).astype(np.int32)
         offset = offset.reshape(-1, *[1] * (weight.stored.ndim - 1)) if offset.ndim else offset
         wide = self._node("Add", stem, wide, self._initializer(f"{stem}.offset", offset))
@@ -137,13 +189,33 @@ class Unpacker:
 
     # Graph pieces
 
-    def _bytes(self, stem: str, kind: str, plane: NDArray[np.uint8]) -> ir.Value:
-        return self._node("Cast", stem, self._initializer(f"{stem}.{kind}", plane), to=ir.DataType.INT32)
+    def _shaped(self, stem: str, value: ir.Value, size: int, shape: Sequence[int]) -> ir.Value:
+        """Return ``value``, of ``size`` elements, in ``shape``, without the padding of the last byte."""
+        if size != math.prod(shape):
+            flat = self._node("Reshape", stem, value, self._vector("flat", [-1]))
+            end = self._vector("end", [math.prod(shape)])
+            value = self._node("Slice", stem, flat, self._vector("start", [0]), end)
+        return self._node("Reshape", stem, value, self._vector("shape", shape))
+
+    def _repeat(self, stem: str, values: NDArray[Any], count: int) -> ir.Value:
+        """Return ``values`` [1, …] repeated along the first axis."""
+        key = f"{values.dtype.name}_{values.tobytes().hex()}_{'_'.join(map(str, values.shape))}"
+        if values.size * count <= _REPEATED:
+            return self._shared(f"{key}_{count}", np.repeat(values, count, axis=0))
+        if (key, count) not in self.repeated:
+            shape = self._vector("shape", [count, *values.shape[1:]])
+            self.repeated[key, count] = self._node("Expand", stem, self._shared(key, values), shape)
+        return self.repeated[key, count]
+
+    def _number(self, value: np.generic) -> ir.Value:
+        return self._shared(f"{value.dtype.name}_{value}", np.asarray(value))
 
     def _vector(self, kind: str, values: Sequence[int]) -> ir.Value:
         return self._shared(f"{kind}_{'_'.join(map(str, values))}", np.asarray(values, np.int64))
 
-    def _shared(self, name: str, array: NDArray[Any]) -> ir.Value:
+    def _shared(self, key: str, array: NDArray[Any]) -> ir.Value:
+        """Return the constant ``key``; names that begin so are shortened in the end."""
+        name = f"val_{key}"
         known = self.graph.initializers.get(name)
         return known if known is not None else self._initializer(name, array)
 
@@ -157,7 +229,24 @@ class Unpacker:
         return node.outputs[0]
 
 
-def _tag(levels: NDArray[Any]) -> str:
-    """Return the name part that is the same exactly for equal levels: type, first level and step."""
-    step = int(levels[1]) - int(levels[0])
-    return f"{levels.dtype.name}_{step}_{int(levels[0])}".replace("-", "m")
+def _levels(weight: LoweredWeight) -> NDArray[np.int8]:
+    """Return the stored weight of each code of a grid that all channels share, lowest code first."""
+    grid, half = weight.grid, 2 ** (weight.grid.k - 1)
+    return (grid.multiplier * np.arange(-half, half) + int(grid.offset) + grid.zero_point).astype(np.int8)
+
+
+def _lowest(weight: LoweredWeight) -> NDArray[np.int32]:
+    """Return the stored weight, int32 [] or [C], of the lowest code."""
+    grid = weight.grid
+    return np.asarray(grid.offset + grid.zero_point - grid.multiplier * 2 ** (grid.k - 1), np.int32)
+
+
+def _images(groups: int, codes: int) -> tuple[int, int]:
+    """Return into how many images and channels the convolution splits ``groups`` of ``codes`` codes.
+
+    The runtime works on one image at a time; what it needs for it should fit its caches.
+    """
+    channels = math.gcd(groups, _CHANNELS)
+    columns = groups // channels
+    least = math.ceil(groups * codes / _IMAGE)
+    return next((n for n in range(least, 8 * least) if columns % n == 0), 1), channels

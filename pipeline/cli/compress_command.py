@@ -67,7 +67,10 @@ def compress(
     resize: Resize = None,
     crop: Crop = None,
     opset: Annotated[int | None, typer.Option(help="ONNX opset of the file.")] = None,
-    storage: Annotated[str | None, typer.Option(help="table, or int2 for typed tensors.")] = None,
+    storage: Annotated[
+        str | None,
+        typer.Option(help="table: k bits a weight; fast: a byte, loads sooner; int2: typed tensors."),
+    ] = None,
     target: Annotated[
         str | None,
         typer.Option(

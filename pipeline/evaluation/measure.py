@@ -68,7 +68,7 @@ def _planned(plan: LayerPlan, prepared: Prepared) -> dict[str, Any]:
         "parameters": plan.parameters,
         "outputs": plan.outputs,
         "multiply_adds": plan.multiply_adds,
-        "wbits": config.wbits if plan.quantized else None,
+        "wbits": config.weight_width if plan.quantized else None,
         "abits": config.abits if plan.quantized and plan.reason is None else 32,
         "step": config.step if plan.quantized else None,
         "granularity": config.granularity if plan.quantized else None,
@@ -147,7 +147,7 @@ def constant_channels(weights: dict[str, LoweredWeight]) -> list[str]:
 
 def counted(prepared: Prepared) -> dict[str, Any]:
     """Return the counted part of the fields ``memory`` and ``operations``."""
-    wbits, abits = prepared.config.wbits, prepared.config.abits
+    wbits, abits = prepared.config.weight_width, prepared.config.abits
     parameters, activations = cost_model.paper_totals(prepared.layers)
     paper = asdict(cost_model.paper_count(parameters, activations, wbits, abits))
     del paper["float_storage_bytes"]

@@ -189,7 +189,9 @@ class _Preparation:
                 continue
             by_channel = self.config.granularity == "channel" and not operator.transposed
             granularity = "channel" if by_channel else "tensor"  # "auto" is decided in calibration
-            quantizer = WeightQuantizer(self.config.wbits, granularity, quantizer=self.config.quantizer)
+            quantizer = WeightQuantizer(
+                self.config.weight_width, granularity, quantizer=self.config.quantizer
+            )
             # unsafe: the check would run the quantiser on meta data only to compare shapes that it keeps.
             parametrize.register_parametrization(self.modules[name], "weight", quantizer, unsafe=True)
 
