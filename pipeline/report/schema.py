@@ -207,6 +207,10 @@ class Report(TypedDict):
     warnings: list[str]
 
 
+# A layer is named whose loss exceeds that of normal weights this many times (6 dB); at most so many are.
+_POOR = 4.0
+_NAMED = 3
+
 #: sections that every output format adds a field to: the pattern of its name, and its type
 _OPEN: dict[Any, tuple[str, Any]] = {
     Size: (r"\w+_bytes", int | None),
@@ -282,16 +286,47 @@ def _warnings(report: Report) -> list[str]:
         warnings.append(
             f"the quantised model is slower than the float one ({shown[0]} against {shown[1]} ms): {why}"
         )
+    warnings += _poor_layers(report["layers"])
     before = accuracy["float"]
     after = next((accuracy[key] for key in ("onnxruntime", "quantized") if accuracy[key] is not None), None)
     if before is not None and after is not None and before - after > 0.01:
-        channels = report["config"].get("granularity") == "channel"
-        also = "" if channels else ", `granularity='channel'`"
+        chosen = report["config"].get("granularity") in ("channel", "auto")
+        also = "" if chosen else ", `granularity='auto'`"
         warnings.append(
             f"accuracy falls by {100 * (before - after):.1f} points: more `epochs`{also} or larger `wbits` "
             "may help"
         )
     return warnings
+
+
+def _poor_layers(layers: list[Layer]) -> list[str]:
+    """Return a warning that names the layers which lose most by the rounding of their weights, if any do.
+
+    The loss is that of the layer's output where it was measured, else that of the weights; normal weights lose
+    `LOSS` of both.
+    """
+    from ul2q.pipeline.quantize.ul2q import LOSS  # reading a report needs no numerical library
+
+    losses = {}
+    for layer in layers:
+        loss = layer["output_error"] if layer["output_error"] is not None else layer["loss"]
+        if loss is not None and layer["wbits"] is not None:
+            losses[layer["name"]] = (loss, loss / LOSS[layer["wbits"]])
+    poor = {name: pair for name, pair in losses.items() if pair[1] > _POOR}
+    if not poor:
+        return []
+    total = sum(loss for loss, _ in losses.values())
+    worst = sorted(poor, key=lambda name: -poor[name][0])[:_NAMED]
+    shown = ", ".join(
+        f"{name} ({100 * poor[name][0]:.2g} % of its variance, {poor[name][1]:.0f} times what normal weights "
+        f"lose, {100 * poor[name][0] / total:.0f} % of all layers' losses)"
+        for name in worst
+    )
+    more = f" and {len(poor) - len(worst)} more" if len(poor) > len(worst) else ""
+    return [
+        f"rounding the weights costs some layers much: {shown}{more}; larger `wbits` or more `epochs` help, "
+        f"`exclude='{worst[0]}'` leaves a layer in float"
+    ]
 
 
 def _is_real(value: object) -> TypeGuard[float]:
