@@ -184,6 +184,7 @@ def fitted_step(
         The rule, "output" with an importance and "mse" without.
     """
     rows = _rows(w, granularity, channel_axis)
+    rows = rows / (abs(rows).max() or np.float32(1))  # a ratio has no unit, and squares could overflow
     weights = None
     if importance is not None:
         weights = _rows(np.broadcast_to(importance, w.shape), granularity, channel_axis)

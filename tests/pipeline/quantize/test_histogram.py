@@ -96,3 +96,16 @@ def test_a_bin_is_integrated_exactly() -> None:
         got = histogram.squared_error(np.array([scale], np.float32), np.array([zero_point]))[0]
         assert got == pytest.approx(grid_error(points, float(np.float32(scale)), zero_point), rel=1e-6)
     assert histogram.mean_square() == pytest.approx(np.mean(points**2), rel=1e-9)
+
+
+def test_a_percentile_holds_its_share_of_the_values() -> None:
+    values = np.random.default_rng(0).normal(size=100_000).astype(np.float32)
+    histogram = Histogram()
+    histogram.add(values)
+    for share in (50, 99, 99.9):
+        low, high = histogram.percentile(share)
+        inside = 100 * float(np.mean((values >= low) & (values < high)))
+        assert share <= inside < share + 1  # whole bins
+    low, high = histogram.percentile(100)
+    assert low <= values.min()
+    assert high >= values.max()
