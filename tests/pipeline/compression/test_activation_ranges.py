@@ -33,7 +33,7 @@ def outliers() -> tuple[nn.Module, Tensor]:
 def readers_error(prepared: Prepared, layer: Any, x: Tensor) -> float:
     _, quantizer = next(iter(prepared.quantizers()))
     difference = quantizer.quantized(x) - x
-    return float((difference @ layer.weight.T).double().square().sum())
+    return float((difference @ layer.weight.detach().T).double().square().sum())
 
 
 def test_values_that_the_reader_ignores_do_not_widen_the_range() -> None:
