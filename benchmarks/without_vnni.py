@@ -75,7 +75,8 @@ class Result:
     def cells(self) -> tuple[str, ...]:
         """Return the cells of the table."""
         unsigned = f"{self.unsigned} of {self.layers}"
-        return str(self.largest), unsigned, f"{self.compared:,}", f"{self.differing:,}"
+        remark = " (1 step, float operators)" if self.differing and self.exact else ""
+        return str(self.largest), unsigned, f"{self.compared:,}", f"{self.differing:,}{remark}"
 
 
 def main() -> None:

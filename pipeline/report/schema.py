@@ -268,7 +268,7 @@ def _warnings(report: Report) -> list[str]:
     if report["config"].get("wbits") == 8 and report["cpu"]["unsigned_layers"]:
         warnings.append(
             "8-bit weights beyond ±64 are stored unsigned, which is right on every CPU but slower than int8 "
-            "weights (1.3 to 1.5x with AVX2, 2.4x with VNNI): 7 bits run at full speed everywhere "
+            "weights (1.2 to 1.5x with AVX2, 2.4x with VNNI): 7 bits run at full speed everywhere "
             "(`wbits=7`, or `target='portable'`)"
         )
     size, latency, accuracy = report["size"], report["latency_ms"], report["accuracy"]
