@@ -113,7 +113,9 @@ def cell(model: Path, wbits: int, abits: int, plan: Plan, progress: Progress) ->
         Accuracies of the float network and of the file in ONNX Runtime, and sizes.
     """
     epochs = plan.finetune_epochs if wbits <= 4 else 0  # tuning harms what 8 bits leave as it was
-    config = QuantConfig(wbits=wbits, abits=abits, epochs=epochs, seed=plan.seed)
+    config = QuantConfig(
+        wbits=wbits, abits=abits, step="paper", granularity="tensor", epochs=epochs, seed=plan.seed
+    )
     output = model.with_name(f"{model.stem}-w{wbits}a{abits}")
     begun = unfinished_path(output).exists()
     report = compress_file(
