@@ -145,7 +145,7 @@ def _common_offset(alpha: Array, beta: Array, xp: Namespace = np) -> Array:
     """Return the offset common to all channels that minimises the sum of their squared 8-bit steps."""
     offsets = ul2q.constant(np.arange(-126.0, 127.0)[:, None], alpha, xp)
     steps = _reaching(alpha[None, :], beta[None, :], 8, _Form(1, offsets, offsets), xp)
-    return xp.argmin(ul2q.tree_sum(steps * steps)) - 126
+    return ul2q.cast(xp.argmin(ul2q.tree_sum(steps * steps)), "float64", xp) - 126
 
 
 def _choose_form(alpha: np.ndarray, beta: np.ndarray, k: int) -> _Form:
