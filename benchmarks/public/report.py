@@ -17,8 +17,8 @@ _WANTED = {"mean": 0.7, "worst": 1.1, "size": 0.95, "time": 1.05}
 # Files below this size are left out of the ratio of sizes, in bytes.
 _SMALL = 100_000
 _HEADINGS = (
-    "network", "file", "output", "error", "centred", "cosine", "same", "error / static", "kB", "/ s8", "time / float",
-    "/ s8", "load ms", "/ s8", "CPU s",
+    "network", "file", "output", "error", "centred", "cosine", "same", "error / static", "kB", "/ s8",
+    "time / float", "/ s8", "load ms", "/ s8", "CPU s",
 )  # fmt: skip
 
 
@@ -39,8 +39,9 @@ def rows(
         clock: "ms" and "load_ms" of each file; may be empty.
 
     Returns:
-        The rows; what is measured of the whole file is in the first row of a file only. "against_static" is the
-        error over that of the better static file, "bytes_s8", "ms_s8", "load_s8" are ratios to the s8 file.
+        The rows; what is measured of the whole file is in the first row of a file only. "against_static" is
+        the error over that of the better static file, "bytes_s8", "ms_s8", "load_s8" are ratios to the s8
+        file.
     """
     static = [one["distances"] for key, one in measured.items() if key.startswith("static")]
     result: list[Row] = []
@@ -88,8 +89,8 @@ def print_tables(table: Sequence[Row], *, markdown: bool) -> None:
 
 
 _SUMMARY = (
-    "file", "outputs", "error / better static, geometric mean", "worst", "which", "size / s8", "largest", "time / s8",
-    "slowest", "load / s8", "CPU s",
+    "file", "outputs", "error / better static, geometric mean", "worst", "which", "size / s8", "largest",
+    "time / s8", "slowest", "load / s8", "CPU s",
 )  # fmt: skip
 
 
@@ -112,8 +113,8 @@ def summary(table: Sequence[Row]) -> Iterator[tuple[str, ...]]:
             _number(_mean(_column(ours, "load_s8"))), _number(sum(seconds) if seconds else None, 0),
         )  # fmt: skip
     yield (
-        "wanted of W7", "", f"≤ {_WANTED['mean']}", f"≤ {_WANTED['worst']}", "", "", f"≤ {_WANTED['size']}", "",
-        f"≤ {_WANTED['time']}", "≤ 2", "",
+        "wanted of W7", "", f"≤ {_WANTED['mean']}", f"≤ {_WANTED['worst']}", "", "",
+        f"≤ {_WANTED['size']}", "", f"≤ {_WANTED['time']}", "≤ 2", "",
     )  # fmt: skip
 
 
@@ -153,7 +154,7 @@ def _number(value: float | None, digits: int = 2) -> str:
 
 
 def _lines(table: Sequence[Sequence[str]], *, markdown: bool) -> Iterator[str]:
-    """Yield the lines of a table, as Markdown or with aligned columns; the first line contains the headings."""
+    """Yield the lines of a table, as Markdown or with aligned columns; its first line is the headings."""
     if markdown:
         heading, *rest = table
         yield f"| {' | '.join(heading)} |"

@@ -11,11 +11,11 @@ import functools
 import importlib.util
 import re
 from pathlib import Path
+from pydoc_data import topics
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
-from pydoc_data import topics
 
 Pixels = npt.NDArray[np.float32]
 
@@ -23,16 +23,17 @@ _RATE, _FRAME = 16_000, 1024
 # Centre of the face in matplotlib's grace_hopper.jpg, row and column, and about its size.
 _FACE, _FACE_SIZE = (220, 265), 230
 _PHOTOGRAPHS = (
-    "astronaut.png", "chelsea.png", "coffee.png", "ihc.png", "motorcycle_left.png", "retina.jpg", "rocket.jpg",
-    "hubble_deep_field.jpg",
+    "astronaut.png", "chelsea.png", "coffee.png", "ihc.png", "motorcycle_left.png", "retina.jpg",
+    "rocket.jpg", "hubble_deep_field.jpg",
 )  # fmt: skip
 _FONTS = (
-    "DejaVuSans", "DejaVuSans-Bold", "DejaVuSans-Oblique", "DejaVuSansMono", "DejaVuSerif", "DejaVuSerif-Italic",
-    "STIXGeneral",
+    "DejaVuSans", "DejaVuSans-Bold", "DejaVuSans-Oblique", "DejaVuSansMono", "DejaVuSerif",
+    "DejaVuSerif-Italic", "STIXGeneral",
 )  # fmt: skip
 # Formants of vowels in Hz.
 _VOWELS = (
-    (730, 1090, 2440), (270, 2290, 3010), (300, 870, 2240), (530, 1840, 2480), (570, 840, 2410), (490, 1350, 1690),
+    (730, 1090, 2440), (270, 2290, 3010), (300, 870, 2240), (530, 1840, 2480), (570, 840, 2410),
+    (490, 1350, 1690),
 )  # fmt: skip
 _IMAGENET = np.float32([0.485, 0.456, 0.406]), np.float32([0.229, 0.224, 0.225])
 
@@ -92,7 +93,9 @@ def all_photographs() -> tuple[Image.Image, ...]:
     spec = importlib.util.find_spec("skimage")
     if spec is not None and spec.origin is not None:
         folder = Path(spec.origin).parent / "data"
-        images += [Image.open(folder / name).convert("RGB") for name in _PHOTOGRAPHS if (folder / name).exists()]
+        images += [
+            Image.open(folder / name).convert("RGB") for name in _PHOTOGRAPHS if (folder / name).exists()
+        ]
     return tuple(images)
 
 
@@ -147,7 +150,11 @@ def _line(rng: np.random.Generator, height: int, width: int, evaluation: bool) -
     length = min(int(font.getlength(text)) + int(rng.integers(4, 20)), width)
     image = Image.new("RGB", (length, height), tuple(map(int, paper)))
     ImageDraw.Draw(image).text(
-        (int(rng.integers(2, 8)), height // 2 + int(rng.integers(-3, 4))), text, tuple(map(int, ink)), font, "lm"
+        (int(rng.integers(2, 8)), height // 2 + int(rng.integers(-3, 4))),
+        text,
+        tuple(map(int, ink)),
+        font,
+        "lm",
     )
     image = image.rotate(rng.uniform(-1.5, 1.5), Image.Resampling.BILINEAR, fillcolor=tuple(map(int, paper)))
     return image.filter(ImageFilter.GaussianBlur(rng.uniform(0, 0.9)))
@@ -252,7 +259,8 @@ def caffe(pixels: npt.NDArray[np.uint8]) -> Pixels:
 def speech(count: int, length: int, seed: int = 0) -> Pixels:
     """Return signals [N, length] at 16 kHz, voices of three formants in syllables, with noise.
 
-    Pitch, vowels, pauses, level, noise (5 to 50 dB below the voice, white or low-pass), clipping and echo vary.
+    Pitch, vowels, pauses, level, noise (5 to 50 dB below the voice, white or low-pass), clipping and echo
+    vary.
     """
     from scipy.signal import lfilter
 
@@ -300,7 +308,7 @@ def _syllable(rng: np.random.Generator, base: float, length: int) -> npt.NDArray
 
 
 def log_mel(waves: Pixels, bands: int = 120, size: int = 321, hop: int = 160) -> Pixels:
-    """Return log mel spectra [N, frames, bands] of signals at 16 kHz: (decibels below the loudest + 40)/40."""
+    """Return log mel spectra [N, frames, bands] of signals at 16 kHz: (decibels to the loudest + 40)/40."""
     padded = np.pad(waves, ((0, 0), (size // 2, size // 2)))
     windows = np.lib.stride_tricks.sliding_window_view(padded, size, axis=1)[:, ::hop]
     window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(size) / size)

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+
 from public import measure, peer
 from public.networks import NETWORKS, Network, Torch
-
 from ul2q.pipeline.compression.compress import compress_file
 from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.importers.model_file import load_model
@@ -113,7 +113,10 @@ class Workspace:
                     "file": one.path.name, "weights": one.weights, "calibration": one.calibration,
                     "cpu_seconds": one.cpu_seconds, "distances": self.distances(one.path),
                 }
-                for one in peer.quantize(self.float_file, self.calibration, self.folder)
+                for one in peer.quantize(
+                    self.float_file, self.calibration, self.folder,
+                    symbolic_shapes=self.network.symbolic_shapes,
+                )
             ]  # fmt: skip
             partial = record.with_suffix(".partial")
             partial.write_text(json.dumps(made, indent=1))
@@ -125,7 +128,7 @@ class Workspace:
         return best
 
     def compress(self, config: QuantConfig, name: str) -> Path:
-        """Compress the network with ul2q in the folder ``name`` and return the file."""
+        """Return the ONNX file of the network compressed with ul2q, in the folder ``name``."""
         recipe = self.network.torch
         if recipe is None:
             source = ModelSource(self.source)
@@ -134,7 +137,11 @@ class Workspace:
         else:
             source = ModelSource(self.source, recipe.arch, recipe.args)
         compress_file(
-            source, config, data=str(self.folder / "calibration.npy"), output=self.folder / name, overwrite=True
+            source,
+            config,
+            data=str(self.folder / "calibration.npy"),
+            output=self.folder / name,
+            overwrite=True,
         )
         return self.folder / name / "model.onnx"
 
@@ -149,7 +156,9 @@ class Workspace:
 
 def _error(static: Mapping[str, Any]) -> float:
     """Return the geometric mean of the errors of a static file."""
-    return math.prod(max(one["relative"], 1e-12) for one in static["distances"]) ** (1 / len(static["distances"]))
+    return math.prod(max(one["relative"], 1e-12) for one in static["distances"]) ** (
+        1 / len(static["distances"])
+    )
 
 
 def _module(source: Path, recipe: Torch) -> torch.nn.Module:
