@@ -18,7 +18,7 @@ in alternation; load the least CPU time of a session's construction; CPU what th
 Static files, float outputs and their distances are kept in the work folder, so that a run with changed code
 or settings repeats only its own part:
 
-    python benchmarks/public_checkpoints.py --only ours --wbits 7 --rounds 0 --work FOLDER \
+    python benchmarks/public_checkpoints.py --only ours --quick --wbits 7 --rounds 0 --work FOLDER \
         --set granularity=channel
 """
 
@@ -70,6 +70,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--only", choices=["ours", "static"], help="ours: no static files but those of earlier runs"
     )
+    parser.add_argument("--quick", action="store_true", help="ours: no verification, no report")
     parser.add_argument("--work", metavar="DIR", help="keep static files, float outputs and distances there")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--markdown", action="store_true")
@@ -95,7 +96,7 @@ def _rows(name: str, workspace: Workspace | None, options: argparse.Namespace) -
         config = QuantConfig(**{"wbits": wbits, "epochs": 0, **_fields(options.set)})
         started = _cpu_seconds()
         try:
-            path = workspace.compress(config, label.replace(" ", "-"))
+            path = workspace.compress(config, label.replace(" ", "-"), quick=options.quick)
             seconds = _cpu_seconds() - started
             measured[label] = {"distances": workspace.distances(path), "cpu_seconds": seconds}
             files[label] = path

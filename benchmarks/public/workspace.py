@@ -17,7 +17,7 @@ import torch
 
 from public import measure, peer
 from public.networks import NETWORKS, Network, Torch
-from ul2q.pipeline.compression.compress import compress_file
+from ul2q.pipeline.compression.compress import compress, compress_file
 from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.importers.model_file import load_model
 from ul2q.pipeline.importers.source import ModelSource
@@ -127,8 +127,17 @@ class Workspace:
                 best[one["weights"]] = one
         return best
 
-    def compress(self, config: QuantConfig, name: str) -> Path:
-        """Return the ONNX file of the network compressed with ul2q, in the folder ``name``."""
+    def compress(self, config: QuantConfig, name: str, *, quick: bool = False) -> Path:
+        """Return the ONNX file of the network compressed with ul2q, in the folder ``name``.
+
+        Args:
+            config: configuration.
+            name: the folder.
+            quick: write the file alone, without verification and report.
+
+        Returns:
+            Its path.
+        """
         recipe = self.network.torch
         if recipe is None:
             source = ModelSource(self.source)
@@ -136,6 +145,12 @@ class Workspace:
             source = ModelSource(self.float_file)
         else:
             source = ModelSource(self.source, recipe.arch, recipe.args)
+        path = self.folder / name / "model.onnx"
+        if quick:
+            path.parent.mkdir(exist_ok=True)
+            model = load_model(source)[0].model
+            compress(model, str(self.folder / "calibration.npy"), config).to_onnx(path)
+            return path
         compress_file(
             source,
             config,
@@ -143,7 +158,7 @@ class Workspace:
             output=self.folder / name,
             overwrite=True,
         )
-        return self.folder / name / "model.onnx"
+        return path
 
     def clock(self, files: Mapping[str, Path], rounds: int) -> dict[str, dict[str, float]]:
         """Return "ms" and "load_ms" for each file; slow networks are measured fewer than ``rounds`` times."""

@@ -128,6 +128,11 @@ def test_a_network_is_compared_and_the_static_files_are_kept(
     config = json.loads((work / "tiny-20-6" / "ours-W4" / "report.json").read_text())["config"]
     assert (config["wbits"], config["granularity"]) == (4, "channel")
 
+    arguments = ("--wbits", 4, "--rounds", 0, "--only", "ours", "--set", "granularity=channel", "--quick")
+    run_main(module, monkeypatch, *common, *arguments)
+    quick = json.loads(record.read_text())["rows"][-1]
+    assert quick["relative"] == pytest.approx(rows["ours W4"]["relative"], rel=1e-6)
+
 
 def test_a_failure_is_a_row_and_the_others_go_on(
     module: Callable[[str], ModuleType], tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
