@@ -45,18 +45,22 @@ from ul2q.pipeline.errors import JobError, UsageError
 def main() -> None:
     """Quantise each network with each width and by onnxruntime, and print the tables."""
     options = _options()
+    if options.read:
+        rows = [row for file in options.read for row in json.loads(Path(file).read_text())["rows"]]
+        report.print_tables(rows, markdown=options.markdown, compact=options.compact)
+        return
     stand_ins()
     warnings.filterwarnings("ignore")
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(options.work or temporary)
-        rows: list[dict[str, Any]] = []
+        rows = []
         for name in options.names:
             rows += _rows(name, Workspace.of(work, name, options.samples, options.evaluation), options)
             if options.json:
                 Path(options.json).write_text(
                     json.dumps({"argv": sys.argv[1:], "rows": rows}, indent=1) + "\n"
                 )
-    report.print_tables(rows, markdown=options.markdown)
+    report.print_tables(rows, markdown=options.markdown, compact=options.compact)
 
 
 def _options() -> argparse.Namespace:
@@ -73,7 +77,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="ours: no verification, no report")
     parser.add_argument("--work", metavar="DIR", help="keep static files, float outputs and distances there")
     parser.add_argument("--json", metavar="FILE")
+    parser.add_argument(
+        "--read", nargs="+", metavar="FILE", help="print the tables of such files, run nothing"
+    )
     parser.add_argument("--markdown", action="store_true")
+    parser.add_argument("--compact", action="store_true", help="a line for every output")
     options = parser.parse_args()
     if unknown := set(options.names) - set(NETWORKS):
         parser.error(f"unknown networks: {', '.join(sorted(unknown))}")

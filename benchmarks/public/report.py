@@ -80,12 +80,41 @@ def _whole_file(key: str, files: Mapping[str, Path], clock: Mapping[str, Mapping
     return row
 
 
-def print_tables(table: Sequence[Row], *, markdown: bool) -> None:
-    """Print the rows, and below them the means of every width of ours."""
-    lines = [_HEADINGS, *(_cells(row, table) for row in table)]
+def print_tables(table: Sequence[Row], *, markdown: bool, compact: bool = False) -> None:
+    """Print the rows, and below them the means of every width of ours.
+
+    Args:
+        table: the rows.
+        markdown: as Markdown.
+        compact: one line for every output, with the errors of all files, in place of a line for every file.
+    """
+    lines = list(_compact(table)) if compact else [_HEADINGS, *(_cells(row, table) for row in table)]
     print("\n".join(_lines(lines, markdown=markdown)))
     print()
     print("\n".join(_lines([_SUMMARY, *summary(table)], markdown=markdown)))
+
+
+def _compact(table: Sequence[Row]) -> Iterator[tuple[str, ...]]:
+    """Yield headings and a line for every output: errors and agreements of all files, then their sizes."""
+    files = [name for name in dict.fromkeys(row["file"] for row in table) if name != "float"]
+    yield "network", "output", *(f"{name}: error" for name in files), "same", "kB"
+    outputs = dict.fromkeys((row["network"], row["output"]) for row in table if "output" in row)
+    before = None
+    for network, output in outputs:
+        of_network = {row["file"]: row for row in table if row["network"] == network and "bytes" in row}
+        rows = {row["file"]: row for row in table if (row["network"], row.get("output")) == (network, output)}
+        same = [
+            _number(100 * rows[name]["same"], 1)
+            for name in files
+            if rows.get(name, {}).get("same") is not None
+        ]
+        sizes = [_number(of_network[name]["bytes"] / 1000, 0) for name in files if name in of_network]
+        yield (
+            network if network != before else "", output,
+            *(_number(rows.get(name, {}).get("relative"), 4) for name in files),
+            " / ".join(same), " / ".join(sizes) if network != before else "",
+        )  # fmt: skip
+        before = network
 
 
 _SUMMARY = (

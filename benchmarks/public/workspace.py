@@ -18,6 +18,7 @@ import torch
 from public import measure, peer
 from public.networks import NETWORKS, Network, Torch
 from ul2q.pipeline.compression.compress import compress, compress_file
+from ul2q.pipeline.compression.samples import load_samples
 from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.importers.model_file import load_model
 from ul2q.pipeline.importers.source import ModelSource
@@ -148,8 +149,9 @@ class Workspace:
         path = self.folder / name / "model.onnx"
         if quick:
             path.parent.mkdir(exist_ok=True)
-            model = load_model(source)[0].model
-            compress(model, str(self.folder / "calibration.npy"), config).to_onnx(path)
+            checkpoint = load_model(source)[0]
+            data = load_samples(checkpoint, str(self.folder / "calibration.npy"), None, None)
+            compress(checkpoint.model, data, config).to_onnx(path)
             return path
         compress_file(
             source,

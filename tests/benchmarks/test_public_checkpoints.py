@@ -28,9 +28,9 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
 
 
 def conv_network(path: Path, rng: np.random.Generator) -> None:
-    """Write conv3-relu-conv1-mean of inputs [N, H, W, 2] in opset 11, as other tools write them."""
+    """Write conv3-relu-conv1-mean of inputs [N, 6, 6, 3] in opset 11, as other tools write them."""
     weights = {
-        "w1": rng.normal(size=(8, 2, 3, 3)).astype(np.float32),
+        "w1": rng.normal(size=(8, 3, 3, 3)).astype(np.float32),
         "b1": rng.normal(size=8).astype(np.float32),
         "w2": rng.normal(size=(3, 8, 1, 1)).astype(np.float32),
     }
@@ -43,7 +43,7 @@ def conv_network(path: Path, rng: np.random.Generator) -> None:
     ]
     graph = helper.make_graph(
         nodes, "network",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", "H", "W", 2])],
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 6, 6, 3])],
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["N", 3])],
         [numpy_helper.from_array(value, name) for name, value in weights.items()],
     )  # fmt: skip
@@ -60,7 +60,7 @@ def tiny(module: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytes
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def draw(count: int, seed: int, evaluation: bool) -> np.ndarray:
-        return np.random.default_rng([seed, evaluation]).random((count, 6, 6, 2), np.float32)
+        return np.random.default_rng([seed, evaluation]).random((count, 6, 6, 3), np.float32)
 
     network = networks.Network(
         "test",
@@ -132,6 +132,13 @@ def test_a_network_is_compared_and_the_static_files_are_kept(
     run_main(module, monkeypatch, *common, *arguments)
     quick = json.loads(record.read_text())["rows"][-1]
     assert quick["relative"] == pytest.approx(rows["ours W4"]["relative"], rel=1e-6)
+
+    capsys.readouterr()
+    run_main(module, monkeypatch, "--read", record, "--compact", "--markdown")
+    heading, _, line, *_ = capsys.readouterr().out.splitlines()
+    cells = dict(zip(heading.split(" | "), line.split(" | "), strict=True))
+    assert cells["| network"] == "| tiny"
+    assert cells["ours W4: error"] == f"{quick['relative']:.4f}"
 
 
 def test_a_failure_is_a_row_and_the_others_go_on(
@@ -303,3 +310,18 @@ def test_log_mel_of_a_tone_peaks_at_its_frequency(module: Callable[[str], Module
         mel = 3 * frequency / 200 if frequency < 1000 else 15 + 27 * np.log(frequency / 1000) / np.log(6.4)
         top = 15 + 27 * np.log(8) / np.log(6.4)
         assert spectrum.mean(0).argmax() == pytest.approx(mel / top * 121 - 1, abs=1)
+
+
+def test_a_copy_of_fixed_shape(module: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    value = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        [helper.make_node("Relu", ["x"], ["y"])], "network",
+        [value("x", TensorProto.FLOAT, ["batch", 3, "H", "W"])],
+        [value("y", TensorProto.FLOAT, [1, 3, "H", "W"])],
+    )  # fmt: skip
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 9)]), tmp_path / "a.onnx")
+    module("public.peer").with_shape(tmp_path / "a.onnx", (3, 4, 5), tmp_path / "b.onnx")
+    copy = onnx.load(tmp_path / "b.onnx")
+    dims = copy.graph.input[0].type.tensor_type.shape.dim
+    assert [dim.dim_param or dim.dim_value for dim in dims] == ["N", 3, 4, 5]
+    assert copy.opset_import[0].version == 13
