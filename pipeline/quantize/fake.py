@@ -103,6 +103,10 @@ class WeightQuantizer(nn.Module):
         """Return the quantised weight, of the shape and type of ``w``."""
         return _QuantizedWeight.apply(w, self.rule, self.k, self.granularity, self.channel_axis)
 
+    def right_inverse(self, w: Tensor) -> Tensor:
+        """Return ``w``: assigning a weight sets the float weight."""
+        return w
+
     def get_extra_state(self) -> Tensor:
         """Return the rule for the step as one tensor, empty for other quantisers than μL2Q."""
         return torch.from_numpy(_NO_STEP if self.step is None else self.step.to_array())

@@ -71,7 +71,7 @@ class Step:
 
     def to_array(self) -> NDArray[np.float64]:
         """Return the rule as numbers: name, granularity, symmetry, error, then the ratio."""
-        error = np.nan if self.error is None else self.error
+        error = -1.0 if self.error is None else self.error
         head = [NAMES.index(self.name), GRANULARITIES.index(self.granularity), self.symmetric, error]
         return np.array([*head, *([] if self.ratio is None else np.ravel(self.ratio))], np.float64)
 
@@ -86,7 +86,7 @@ class Step:
             one,
             None if not ratio.size else ratio.reshape(() if one == "tensor" else (-1,)),
             bool(symmetric),
-            None if np.isnan(error) else error,
+            None if error < 0 else error,
         )
 
 

@@ -82,7 +82,7 @@ latency_ms.float latency_ms.quantized latency_ms.ratio latency_ms.threads latenc
 cpu.exact cpu.unsigned_layers warnings
 """
 LAYER = """
-name op parameters outputs multiply_adds wbits abits granularity alpha beta sqnr_db loss histogram bytes_float
+name op parameters outputs multiply_adds wbits abits granularity step output_error alpha beta sqnr_db loss histogram bytes_float
 bytes_quantized quantized reason
 """
 ACTIVATION = "name scale zero_point min max fit error errors"
@@ -191,7 +191,18 @@ def test_only_what_was_not_done_is_advised_against_a_loss(granularity: str) -> N
     values["accuracy"]["onnxruntime"] = 0.9
     values["config"]["granularity"] = granularity
     (lower,) = complete(values)["warnings"]
-    assert ("`granularity='channel'`" in lower) == (granularity == "tensor")
+    assert ("`granularity='auto'`" in lower) == (granularity == "tensor")
+
+
+def test_layers_that_lose_much_by_rounding_are_named() -> None:
+    values = measured()
+    assert not any("rounding" in warning for warning in complete(values)["warnings"])
+    layers = values["layers"]
+    layers[0]["output_error"] = 0.6  # of 2 bits; normal weights lose 0.119
+    (warning,) = complete(values)["warnings"]
+    name = layers[0]["name"]
+    assert f"{name} (60 % of its variance, 5 times what normal weights lose" in warning
+    assert f"`exclude='{name}'`" in warning
 
 
 @pytest.mark.parametrize(
