@@ -133,9 +133,7 @@ class Prepared:
             yield site, attribute(self.module, str(nodes[site.node].target))
 
 
-def prepare(
-    captured: Captured, config: QuantConfig, rounds: Callable[[str], bool] | None = None
-) -> Prepared:
+def prepare(captured: Captured, config: QuantConfig, rounds: Callable[[str], bool] | None = None) -> Prepared:
     """Return a copy of ``captured`` with weight and activation quantisers.
 
     Args:
@@ -412,7 +410,7 @@ class _Preparation:
 
     def _site_name(self, node: fx.Node) -> str:
         """Return a free name for what ``node`` computes: an integer layer's own, once."""
-        sites = {site.name for site in (*self.sites, *self.float_results)}
+        sites = {site.name for site in self.sites} | {result.name for result in self.float_results}
         if node.op == "call_module" and self._is_integer(node) and node.target not in sites:
             return str(node.target)
         name = node_name(node)

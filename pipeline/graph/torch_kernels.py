@@ -175,9 +175,7 @@ def _define_weighted(operator: WeightedOperator) -> None:
         *parameters: Any,
     ) -> Tensor:  # fmt: skip
         accumulator = total(codes, in_zero_point, weight, weight_zero_point, bias, parameters)
-        factor = torch.from_numpy(
-            arithmetic.multiplier(in_scale, weight_scale.numpy(force=True), out_scale)
-        )
+        factor = torch.from_numpy(arithmetic.multiplier(in_scale, weight_scale.numpy(force=True), out_scale))
         return _requantize(accumulator, _by_channel(factor, weight), out_zero_point)
 
     def fake(codes: Tensor, weight: Tensor, *arguments: Any) -> Tensor:
