@@ -72,7 +72,8 @@ def to_onnx(
         )
     example = _example(translated)
     captured = capture(translated.network, example)
-    prepared = prepare(captured, _config(captured.module, translated, opset, storage))
+    config = _config(captured.module, translated, opset, storage)
+    prepared = prepare(captured, config, lambda name: _layer(name) in translated.quantizers)
     _set_activations(prepared, translated)
     for name, (layer, flat) in translated.weighted.items():
         module = cast(Any, prepared.module.get_submodule(name))

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import DTypeLike
 from onnxscript import opset18 as op
 
-from ul2q.pipeline.graph import torch_kernels  # noqa: F401  (defines the operators)
+from ul2q.pipeline.graph import torch_kernels
 from ul2q.pipeline.graph.operators.registry import INTEGER_OPERATORS, WEIGHTED_OPERATORS
 
 Value = Any
@@ -184,20 +184,36 @@ def _on_codes(name: str) -> Callable[..., Any]:
 
 def _layer_on_codes(name: str) -> Callable[..., Any]:
     """Return the translation of ``ul2q::<name>``, a layer with weights, see `torch_kernels`."""
-    form, parameter_names = WEIGHTED_FORMS[name], tuple(WEIGHTED_OPERATORS[name].parameter_types)
+    layer = _layer_in_float(name)
 
     def translate(
         codes: Value, weight: Value, weight_scale: Value, bias: Value, bias_scale: Value, in_scale: float,
         in_zero_point: int, weight_zero_point: int, out_scale: float, out_zero_point: int, *parameters: Any,
     ) -> Value:  # fmt: skip
-        y = form(
+        y = layer(
+            codes, weight, weight_scale, bias, bias_scale, in_scale, in_zero_point, weight_zero_point,
+            *parameters,
+        )  # fmt: skip
+        return _quantize(y, out_scale, out_zero_point)
+
+    return translate
+
+
+def _layer_in_float(name: str) -> Callable[..., Any]:
+    """Return the translation of ``ul2q::<name>_float``: nothing rounds its result."""
+    form, parameter_names = WEIGHTED_FORMS[name], tuple(WEIGHTED_OPERATORS[name].parameter_types)
+
+    def translate(
+        codes: Value, weight: Value, weight_scale: Value, bias: Value, bias_scale: Value, in_scale: float,
+        in_zero_point: int, weight_zero_point: int, *parameters: Any,
+    ) -> Value:  # fmt: skip
+        return form(
             _dequantize(codes, in_scale, in_zero_point),
             _dequantize_channels(weight, weight_scale, weight_zero_point, np.int8),
             _dequantize_bias(bias, bias_scale, weight_scale, in_scale),
             weight.shape,
             **dict(zip(parameter_names, parameters, strict=True)),
         )
-        return _quantize(y, out_scale, out_zero_point)
 
     return translate
 
@@ -209,6 +225,11 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     _ops.dequantize_weight.default: _dequantize_weight,
     _ops.relu.default: _relu,
     **{getattr(_ops, name).default: _layer_on_codes(name) for name in WEIGHTED_FORMS},
+    **{
+        getattr(_ops, torch_kernels.float_kernel(operator)).default: _layer_in_float(name)
+        for name, operator in WEIGHTED_OPERATORS.items()
+        if operator.float_output
+    },
     **{getattr(_ops, name).default: _on_codes(name) for name in ONNX_FORMS},
     torch.ops.aten.conv3d.default: _float_conv3d,
     torch.ops.aten.view.default: _view,

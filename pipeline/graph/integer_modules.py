@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ul2q.pipeline.graph import torch_kernels  # noqa: F401  (defines the operators)
+from ul2q.pipeline.graph import torch_kernels
 from ul2q.pipeline.graph.operators.definition import CodeFormat, IntegerOperator, WeightedOperator
 from ul2q.pipeline.quantize.grid import Grid
 from ul2q.pipeline.quantize.ul2q import along
@@ -97,7 +97,7 @@ class IntegerLayer(_Weighted):
         weight: integer weight.
         bias: int32 [O], in units of the accumulator.
         source: format of the input.
-        out: format of the output.
+        out: format of the output; None to leave it in float.
         parameters: what the definition takes of a layer, for example its stride.
     """
 
@@ -107,23 +107,24 @@ class IntegerLayer(_Weighted):
         weight: LoweredWeight,
         bias: NDArray[np.int32],
         source: CodeFormat,
-        out: CodeFormat,
+        out: CodeFormat | None,
         parameters: Mapping[str, Any],
     ) -> None:
         super().__init__(weight, bias, source)
-        self.operator, self.source, self.out = operator.name, source, out
+        self.kernel = operator.name if out else torch_kernels.float_kernel(operator)
+        self.source, self.out = source, out
         self.last_axis = operator.channels_last
         self.kernel_parameters = [parameters[name] for name in operator.parameter_types]
 
     def forward(self, codes: Tensor) -> Tensor:
-        """Return codes [N, O, …] for codes [N, I, …]; of a linear map […, O] for […, I].
+        """Return codes [N, O, …], or float32 values, for codes [N, I, …]; of a linear map […, O] for […, I].
 
         A linear map's leading dimensions are flattened for the kernel.
         """
         flat = codes.reshape(-1, codes.shape[-1]) if self.last_axis and codes.ndim != 2 else codes
-        y: Tensor = getattr(_ops, self.operator)(
+        y: Tensor = getattr(_ops, self.kernel)(
             flat, self.weight, self.weight_scale, self.bias, self.bias_scale, *self.source,
-            self.weight_zero_point, *self.out, *self.kernel_parameters,
+            self.weight_zero_point, *(self.out or ()), *self.kernel_parameters,
         )  # fmt: skip
         return y if flat is codes else y.reshape(*codes.shape[:-1], y.shape[-1])
 

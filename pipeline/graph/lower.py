@@ -25,7 +25,7 @@ from ul2q.pipeline.graph.operators.registry import (
     moving_operator,
     weighted_operator,
 )
-from ul2q.pipeline.graph.prepare import LayerPlan, Prepared, Site, operands
+from ul2q.pipeline.graph.prepare import FloatResult, LayerPlan, Prepared, Site, operands
 from ul2q.pipeline.graph.rebuild import assign, attribute
 from ul2q.pipeline.graph.torch_kernels import torch_operator
 from ul2q.pipeline.naming import unused_name
@@ -92,11 +92,13 @@ class _Lowering:
         self.modules = dict(self.source.named_modules())
         self.nodes = {node.name: node for node in self.source.graph.nodes}
         self.sites = {site.node: site for site in prepared.sites}
+        self.float_results = {result.node: result for result in prepared.float_results}
         self.plans = {plan.name: plan for plan in prepared.layers}
         self.root = nn.Module()
         self.graph = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}
         self.formats: dict[fx.Node, CodeFormat] = {}
+        self.unrounded: set[fx.Node] = set()  # results of integer layers in float, moved or not
         self.real: dict[fx.Node, fx.Node] = {}  # source node -> dequantised value
         self.weights: dict[str, LoweredWeight] = {}
         self.code_formats: dict[str, CodeFormat] = {}
@@ -136,6 +138,7 @@ class _Lowering:
                 fused.add(node)
                 node = node.args[0]
             fused.add(node)
+        fused |= {self.nodes[result.anchor] for result in self.prepared.float_results if result.batch_norm}
         return fused
 
     # One node
@@ -143,6 +146,8 @@ class _Lowering:
     def _lower(self, node: fx.Node) -> None:
         if node.name in self.sites:
             self._site(self.sites[node.name], node)
+        elif node.name in self.float_results:
+            self._float_result(self.float_results[node.name], node)
         elif node.op == "placeholder":
             self.env[node] = self.graph.placeholder(str(node.target))
         elif node.op == "get_attr":
@@ -164,7 +169,9 @@ class _Lowering:
         if node.target is aten.sym_size.int:  # codes have the shape of what they stand for
             self.env[node] = self.graph.node_copy(node, self._plain)
             return
-        if computes_float(node):
+        if isinstance(source, fx.Node) and source in self.unrounded and moving_operator(node) is not None:
+            self.unrounded.add(node)
+        elif computes_float(node):
             self.float_operators.append(node.name)
         self.env[node] = self.graph.node_copy(node, self._real)
 
@@ -199,6 +206,8 @@ class _Lowering:
             self.env[node] = self.env[source]
             if source in self.formats:
                 self.formats[node] = self.formats[source]
+            if source in self.unrounded:
+                self.unrounded.add(node)
             return
         plan = self.plans.get(name)
         if plan is not None and plan.quantized:
@@ -270,22 +279,32 @@ class _Lowering:
         self, site: Site, anchor: fx.Node, formats: list[CodeFormat], out: CodeFormat
     ) -> nn.Module:
         if anchor.op == "call_module":
-            return self._integer_layer(site, str(anchor.target), formats[0], out)
+            return self._integer_layer(site, formats[0], out)
         match = integer_operator(anchor)
         if match is None:
             raise JobError(f"{site.name}: no integer operator for {anchor.target}")
         operator, parameters = match
         return integer_modules.IntegerFunction(operator, formats, out, parameters)
 
+    def _float_result(self, result: FloatResult, node: fx.Node) -> None:
+        (source,) = operands(self.nodes[result.anchor])
+        module = self._integer_layer(result, self.formats[source], None)
+        self.env[node] = self._call(result.name, module, [self.env[source]])
+        self.unrounded.add(node)
+
     # Weights
 
-    def _integer_layer(self, site: Site, name: str, source: CodeFormat, out: CodeFormat) -> nn.Module:
+    def _integer_layer(
+        self, site: Site | FloatResult, source: CodeFormat, out: CodeFormat | None
+    ) -> nn.Module:
+        name = str(self.nodes[cast(str, site.anchor)].target)
         layer = cast(Any, self.modules[name])
         norm = self.modules[str(self.nodes[site.batch_norm].target)] if site.batch_norm else None
         norm_name = str(self.nodes[site.batch_norm].target) if site.batch_norm else None
         factor, bias = fold_norm(layer, norm)
         weight, bias = self._quantized(name, layer, factor, bias, source.scale, norm_name)
-        steps = weight.scale.astype(np.float64) * source.scale / out.scale  # of the output, per bias unit
+        # Output steps per unit of the bias; a result in float has steps as small as that unit.
+        steps = weight.scale.astype(np.float64) * source.scale / out.scale if out else np.ones_like(bias)
         integer_bias = round_bias(bias, steps)
         self.weights[site.name] = weight
         operator = cast(WeightedOperator, weighted_operator(layer))

@@ -4,12 +4,15 @@ A *site* is one activation quantiser. It stands behind an *anchor* (a layer, an 
 pooling) and behind whatever the runtime fuses with it: a batch norm, a clamp. Operators that only move data
 need no site: their output has the input's grid. Values that come from float operators get a site where an
 integer kernel reads them.
+
+A layer whose kernel can leave its result in float has no site where only float operators and outputs read
+it: rounding would cost accuracy and save nothing.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +51,26 @@ class Site:
     node: str
     anchor: str | None = None
     batch_norm: str | None = None
+
+
+@dataclass(frozen=True)
+class FloatResult:
+    """A layer on integers whose result is left in float.
+
+    Attributes:
+        name: name of the layer, another one for each further call.
+        anchor: its node.
+        batch_norm: node of the batch norm that folds into it, or None.
+    """
+
+    name: str
+    anchor: str
+    batch_norm: str | None = None
+
+    @property
+    def node(self) -> str:
+        """Name of the node with the result."""
+        return self.batch_norm or self.anchor
 
 
 @dataclass(frozen=True)
@@ -91,6 +114,7 @@ class Prepared:
         output_names: names of the outputs.
         config: the configuration it was prepared for.
         coded: names of the nodes whose value lies on a grid of codes.
+        float_results: the layers on integers whose result is not rounded, in execution order.
     """
 
     module: fx.GraphModule
@@ -100,6 +124,7 @@ class Prepared:
     output_names: tuple[str, ...]
     config: QuantConfig
     coded: frozenset[str]
+    float_results: tuple[FloatResult, ...] = ()
 
     def quantizers(self) -> Iterator[tuple[Site, ActivationQuantizer]]:
         """Yield each site with its quantiser module."""
@@ -108,18 +133,27 @@ class Prepared:
             yield site, attribute(self.module, str(nodes[site.node].target))
 
 
-def prepare(captured: Captured, config: QuantConfig) -> Prepared:
+def prepare(captured: Captured, config: QuantConfig, rounds: Callable[[str], bool] | None = None) -> Prepared:
     """Return a copy of ``captured`` with weight and activation quantisers.
+
+    Args:
+        captured: the graph.
+        config: the configuration.
+        rounds: whether the result of the layer of a name is rounded though no integer operator reads it. By
+            default none is, or with ``step="paper"`` all are.
+
+    Returns:
+        The graph with its quantisers.
 
     Raises:
         UsageError: an exclude pattern matches no layer, or no layer is left to quantise.
     """
-    return _Preparation(captured, config).run()
+    return _Preparation(captured, config, rounds or (lambda _: config.as_published)).run()
 
 
 class _Preparation:
-    def __init__(self, captured: Captured, config: QuantConfig) -> None:
-        self.config = config
+    def __init__(self, captured: Captured, config: QuantConfig, rounds: Callable[[str], bool]) -> None:
+        self.config, self.rounds = config, rounds
         self.captured = captured
         # Calibration changes buffers only: without fine-tuning the weights need not be in memory twice.
         self.module = copy_graph(captured.module, own_parameters=config.finetune_epochs > 0)
@@ -131,6 +165,7 @@ class _Preparation:
         }  # fmt: skip
         self.excluded = self._excluded()
         self.sites: list[Site] = []
+        self.float_results: list[FloatResult] = []
         # Sites become modules of the lowered graph, beside the layers that stay in float.
         self.names = set(self.modules) | set(dir(self.module))
         self.constant = self._constant_nodes()
@@ -159,6 +194,7 @@ class _Preparation:
             self.captured.output_names,
             self.config,
             coded,
+            tuple(self.float_results),
         )
 
     def _constant_nodes(self) -> set[fx.Node]:
@@ -290,9 +326,11 @@ class _Preparation:
         return any(s in self.coded for s in sources) and not any(s in self.constant for s in sources)
 
     def _moves(self, node: fx.Node) -> bool:
+        return self._can_move(node) and bool(node.args) and node.args[0] in self.coded
+
+    def _can_move(self, node: fx.Node) -> bool:
         dropout = node.op == "call_module" and is_dropout(self.modules[str(node.target)])
-        moving = dropout or moving_operator(node) is not None
-        return moving and bool(node.args) and node.args[0] in self.coded
+        return dropout or moving_operator(node) is not None
 
     def _is_code_relu(self, node: fx.Node) -> bool:
         """Return a ReLU that is not fused: on codes it is a maximum with the zero point."""
@@ -305,6 +343,10 @@ class _Preparation:
     def _add_anchored_site(self, anchor: fx.Node) -> None:
         norm = self._fused_norm(anchor)
         end = norm or anchor
+        if self._stays_float(anchor, end):
+            result = FloatResult(self._site_name(anchor), anchor.name, norm.name if norm else None)
+            self.float_results.append(result)
+            return
         clip = None
         if len(end.users) == 1:
             (user,) = end.users
@@ -314,6 +356,30 @@ class _Preparation:
         self.coded.update({anchor, end, quantizer} | ({norm} if norm else set()))
         site = self.sites.pop()
         self.sites.append(Site(site.name, site.node, anchor.name, norm.name if norm else None))
+
+    def _stays_float(self, anchor: fx.Node, end: fx.Node) -> bool:
+        """Return whether the result ``end`` of the layer ``anchor`` is left in float."""
+        operator = self.weighted.get(str(anchor.target)) if anchor.op == "call_module" else None
+        if operator is None or not operator.float_output or self.rounds(self._site_name(anchor)):
+            return False
+        return not self._read_as_codes(end)
+
+    def _read_as_codes(self, node: fx.Node) -> bool:
+        """Return whether an operator on codes reads ``node``, moved or not, once that has codes.
+
+        A clamp is one: the rounding before it performs it.
+        """
+        return any(
+            self._computes_on_codes(user) or (self._can_move(user) and self._read_as_codes(user))
+            for user in node.users
+        )
+
+    def _computes_on_codes(self, node: fx.Node) -> bool:
+        if node.op == "call_module":
+            return self._is_integer(node)
+        if clamp_range(node) is not None:
+            return True
+        return integer_operator(node) is not None and not any(s in self.constant for s in operands(node))
 
     def _quantize_float(self, source: fx.Node, consumer: fx.Node) -> None:
         """Quantise the float value ``source`` for all integer operators that read it."""
@@ -344,7 +410,7 @@ class _Preparation:
 
     def _site_name(self, node: fx.Node) -> str:
         """Return a free name for what ``node`` computes: an integer layer's own, once."""
-        sites = {site.name for site in self.sites}
+        sites = {site.name for site in self.sites} | {result.name for result in self.float_results}
         if node.op == "call_module" and self._is_integer(node) and node.target not in sites:
             return str(node.target)
         name = node_name(node)

@@ -26,8 +26,14 @@ _EXACT_FLOAT32 = 2**24
 _FUNCTION_SCHEMA = "Tensor[] codes, float[] scales, int[] zero_points, float out_scale, int out_zero_point"
 _WEIGHTED_SCHEMA = (
     "Tensor codes, Tensor weight, Tensor weight_scale, Tensor bias, Tensor bias_scale, float in_scale, "
-    "int in_zero_point, int weight_zero_point, float out_scale, int out_zero_point"
+    "int in_zero_point, int weight_zero_point"
 )
+_OUT_SCHEMA = ", float out_scale, int out_zero_point"
+
+
+def float_kernel(operator: WeightedOperator) -> str:
+    """Return the name of the kernel of ``operator`` that leaves its result in float."""
+    return f"{operator.name}_float"
 
 
 def torch_operator(name: str) -> Any:
@@ -139,33 +145,59 @@ def _operands(
     return (codes.to(torch.int32) - zero_point).to(dtype), w.to(dtype)
 
 
+def _by_channel(values: Tensor, weight: Tensor) -> Tensor:
+    """Return ``values`` [O] so that they broadcast against the result of a layer with ``weight``."""
+    return values.reshape(-1, *[1] * (weight.ndim - 2))
+
+
 def _define_weighted(operator: WeightedOperator) -> None:
     """Define ``ul2q::<name>``, from codes [N, I, …] to codes [N, O, …].
 
     The weight is int8 [O, I/groups, …], the bias int32 [O]; ``bias_scale`` [O] = in_scale·weight_scale is
-    there for exporters.
+    there for exporters. Where the result can stay in float, ``ul2q::<name>_float`` is the accumulator in
+    float32 times ``bias_scale``.
     """
     accumulate = operator.accumulate
     if accumulate is None:
         return
+
+    def total(
+        codes: Tensor, zero_point: int, weight: Tensor, weight_zero_point: int, bias: Tensor,
+        parameters: Sequence[Any],
+    ) -> Tensor:  # fmt: skip
+        x, w = _operands(codes, zero_point, weight, weight_zero_point)
+        # Sums of integers are integers: rounding removes what an inexact algorithm (Winograd) might add.
+        return torch.round(accumulate(F, x, w, *parameters)).double() + _by_channel(bias, weight)
 
     def kernel(
         codes: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor, bias_scale: Tensor,  # noqa: ARG001
         in_scale: float, in_zero_point: int, weight_zero_point: int, out_scale: float, out_zero_point: int,
         *parameters: Any,
     ) -> Tensor:  # fmt: skip
-        x, w = _operands(codes, in_zero_point, weight, weight_zero_point)
-        channel = (-1, *[1] * (weight.ndim - 2))
-        # Sums of integers are integers: rounding removes what an inexact algorithm (Winograd) might add.
-        total = torch.round(accumulate(F, x, w, *parameters)).double() + bias.reshape(channel)
-        factor = arithmetic.multiplier(in_scale, weight_scale.numpy(force=True), out_scale)
-        return _requantize(total, torch.from_numpy(factor).reshape(channel), out_zero_point)
+        accumulator = total(codes, in_zero_point, weight, weight_zero_point, bias, parameters)
+        factor = torch.from_numpy(arithmetic.multiplier(in_scale, weight_scale.numpy(force=True), out_scale))
+        return _requantize(accumulator, _by_channel(factor, weight), out_zero_point)
 
     def fake(codes: Tensor, weight: Tensor, *arguments: Any) -> Tensor:
         value: Tensor = accumulate(F, codes.float(), weight.float(), *arguments[8:])
         return value.to(torch.uint8)
 
-    _define(operator.name, _schema(_WEIGHTED_SCHEMA, operator), kernel, fake)
+    _define(operator.name, _schema(_WEIGHTED_SCHEMA + _OUT_SCHEMA, operator), kernel, fake)
+    if not operator.float_output:
+        return
+
+    def real_kernel(
+        codes: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor, bias_scale: Tensor,  # noqa: ARG001
+        in_scale: float, in_zero_point: int, weight_zero_point: int, *parameters: Any,  # noqa: ARG001
+    ) -> Tensor:  # fmt: skip
+        accumulator = total(codes, in_zero_point, weight, weight_zero_point, bias, parameters)
+        return accumulator.float() * _by_channel(bias_scale, weight)
+
+    def real_fake(codes: Tensor, weight: Tensor, *arguments: Any) -> Tensor:
+        value: Tensor = accumulate(F, codes.float(), weight.float(), *arguments[6:])
+        return value
+
+    _define(float_kernel(operator), _schema(_WEIGHTED_SCHEMA, operator), real_kernel, real_fake)
 
 
 for _function in INTEGER_OPERATORS.values():

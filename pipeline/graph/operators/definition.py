@@ -147,6 +147,8 @@ class WeightedOperator:
         float_reason: why it runs in float; None with an integer kernel.
         channels_last: whether output channels are the last axis, as of a linear layer, not the second.
         transposed: whether the weight is [I, O/groups, …] instead of [O, I/groups, …].
+        float_output: whether the integer kernel can leave its result in float: the exact accumulator times
+            the scales of input and weight, without rounding to codes.
     """
 
     name: str
@@ -159,6 +161,7 @@ class WeightedOperator:
     float_reason: str | None = None
     channels_last: bool = False
     transposed: bool = False
+    float_output: bool = False
 
     @property
     def on_integers(self) -> bool:

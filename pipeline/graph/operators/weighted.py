@@ -92,6 +92,7 @@ LINEAR = WeightedOperator(
     accumulate=lambda functional, x, weight: functional.linear(x, weight),
     reference=_linear_reference,
     channels_last=True,
+    float_output=True,
 )
 
 CONV_TRANSPOSE = WeightedOperator(

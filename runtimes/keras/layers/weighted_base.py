@@ -56,7 +56,8 @@ class Weighted(keras.layers.Layer):
         activation: applied to the output of a layer that is not frozen; name or function.
         frozen: whether the weights are integer codes and the arithmetic is that of ONNX Runtime.
         stored: the grid of a file: ``multiplier``, ``zero_point``, ``channels`` (offsets per channel); frozen
-            layers of 8-bit activations also have ``source``, ``out`` (scale, zero point) and ``parts``.
+            layers of 8-bit activations also have ``source``, ``out`` (scale, zero point) and ``parts``; those
+            without ``out`` leave their result in float.
         onnx_name: name of the layer in the file it came from.
         options: ``kernel_`` and ``bias_`` with ``initializer``, ``regularizer``, ``constraint``, and the
             arguments of every Keras layer.
@@ -107,7 +108,7 @@ class Weighted(keras.layers.Layer):
     @property
     def integer(self) -> bool:
         """Whether the layer computes with integers."""
-        return self.frozen and self.out is not None
+        return self.frozen and self.source is not None
 
     # What a layer of each kind says
 
@@ -169,7 +170,8 @@ class Weighted(keras.layers.Layer):
         if self.integer:
             self.factor = self._constant("factor", (channels,))
             self.in_scale = integers.scale_variable(self, "in_scale", self.source or CodeFormat(1.0, 0))
-            self.out_scale = integers.scale_variable(self, "out_scale", self.out or CodeFormat(1.0, 0))
+            if self.out is not None:
+                self.out_scale = integers.scale_variable(self, "out_scale", self.out)
 
     def _constant(self, name: str, shape: tuple[int, ...], dtype: str = "float32") -> Any:
         start = "ones" if dtype == "float32" else "zeros"
@@ -238,9 +240,10 @@ class Weighted(keras.layers.Layer):
             part = (v, kernel) if len(ends) == 1 else self.split_input(v, kernel, start, end)
             total = integers.whole(self.apply_kernel(*part)) + total
             start = end
-        return integers.requantize(
-            total, ops.convert_to_tensor(self.factor), self.out or CodeFormat(1.0, 0), self.out_scale
-        )
+        factor = ops.convert_to_tensor(self.factor)
+        if self.out is None:
+            return ops.cast(total, "float32") * factor
+        return integers.requantize(total, factor, self.out, self.out_scale)
 
     # Weights in and out
 
@@ -308,8 +311,9 @@ class Weighted(keras.layers.Layer):
 
     def _derive_factor(self) -> None:
         # In NumPy and kept: in a backend's graph the division could become a product with a reciprocal.
-        if self.integer and self.source is not None and self.out is not None:
-            self.factor.assign(arithmetic.multiplier(self.source.scale, _numpy(self.scale), self.out.scale))
+        if self.frozen and self.source is not None:
+            out_scale = 1.0 if self.out is None else self.out.scale
+            self.factor.assign(arithmetic.multiplier(self.source.scale, _numpy(self.scale), out_scale))
 
     # Files
 

@@ -73,8 +73,10 @@ def _weighted(
     bias = conversion.constant(operator, 2)
     quantized = conversion.format_behind(operator) if value.format is not None else None
     arguments = {**_stored(conversion, weight), **arguments}
-    if quantized is not None and layer_class is not UL2QConv2DTranspose and isinstance(bias, Integers):
-        arguments["stored"] |= {"source": list(value.format or ()), "out": list(quantized[0])}
+    if value.format is not None and layer_class is not UL2QConv2DTranspose and isinstance(bias, Integers):
+        arguments["stored"] |= {"source": list(value.format)}
+        if quantized is not None:
+            arguments["stored"] |= {"out": list(quantized[0])}
         if layer_class.kind in ("conv", "dense"):  # type: ignore[attr-defined]
             kernel = layout.from_onnx(_integers(codes, weight.grid), layer_class.kind, np)  # type: ignore[attr-defined]
             arguments["stored"]["parts"] = integers.parts(kernel, kernel.ndim - 2)
