@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from ul2q.exporters.onnx.canonicalize import finish, lift_constants
+from ul2q.exporters.onnx.direct_program import DirectProgram
 from ul2q.exporters.onnx.float_layers import keep_float
 from ul2q.exporters.onnx.layer_metadata import layers_json
 from ul2q.exporters.onnx.narrow_constants import narrow
@@ -226,7 +227,7 @@ def _export(module: nn.Module, example: Sequence[Tensor], opset: int) -> ir.Mode
         _check_operators(program)
         try:
             exported = torch.onnx.export(
-                program, dynamo=True, verbose=False, optimize=False, opset_version=opset,
+                DirectProgram(program), dynamo=True, verbose=False, optimize=False, opset_version=opset,
                 custom_translation_table=TRANSLATIONS,
             )  # fmt: skip
         except torch.onnx.OnnxExporterError as error:

@@ -126,6 +126,17 @@ def _float_conv3d(
     )  # fmt: skip
 
 
+def _batch_norm(
+    x: Value, weight: Value, bias: Value, mean: Value, variance: Value, _training: bool, _momentum: float,
+    epsilon: float, *_: Any,
+) -> Value:  # fmt: skip
+    """Return a batch norm that uses the statistics it is given."""
+    channels = x.shape[1]
+    weight = _constant(np.ones(channels), np.float32) if weight is None else weight
+    bias = _constant(np.zeros(channels), np.float32) if bias is None else bias
+    return op.BatchNormalization(x, weight, bias, mean, variance, epsilon=epsilon)
+
+
 def _view(x: Value, size: Sequence[Any]) -> Value:
     """Return a reshape with the one dimension that is not fixed (the batch) as -1, without Shape nodes."""
     dynamic = [i for i, s in enumerate(size) if not isinstance(s, int)]
@@ -231,7 +242,9 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
         if operator.float_output
     },
     **{getattr(_ops, name).default: _on_codes(name) for name in ONNX_FORMS},
+    torch.ops.aten.batch_norm.default: _batch_norm,
     torch.ops.aten.conv3d.default: _float_conv3d,
+    torch.ops.aten.reshape.default: _view,
     torch.ops.aten.view.default: _view,
     torch.ops.aten._unsafe_view.default: _view,
     torch.ops.aten.split.Tensor: _split,

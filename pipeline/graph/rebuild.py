@@ -64,8 +64,8 @@ def is_inference_batch_norm(node: fx.Node) -> bool:
     """Return whether ``node`` normalises with the statistics that it is given, without updating them."""
     if node.target is not aten.batch_norm.default:
         return False
-    arguments = _arguments(node)
-    return not arguments[_BATCH_NORM_TRAINING] and None not in arguments[_BATCH_NORM_STATISTICS]
+    given = arguments(node)
+    return not given[_BATCH_NORM_TRAINING] and None not in given[_BATCH_NORM_STATISTICS]
 
 
 class LayerBuilder:
@@ -200,7 +200,7 @@ class LayerBuilder:
             self._swap(node, self.by_key[path, p, feature], x)
 
     def _replace_weighted(self, node: Any) -> None:
-        x, weight, bias, *rest = _arguments(node)
+        x, weight, bias, *rest = arguments(node)
         if weight not in self.constant or (bias is not None and bias not in self.constant):
             self.notes.append(f"{node.name}: its weight is computed from the input")
             return
@@ -245,10 +245,10 @@ class LayerBuilder:
         return stripped if stripped != source else f"{source}_{operator}"
 
     def _replace_batch_norm(self, node: Any) -> None:
-        arguments = _arguments(node)
+        given = arguments(node)
         if node.target is not _BATCH_NORM:
-            del arguments[_BATCH_NORM_TRAINING]
-        x, weight, bias, mean, var, momentum, eps = arguments[:7]
+            del given[_BATCH_NORM_TRAINING]
+        x, weight, bias, mean, var, momentum, eps = given[:7]
         tensors = (weight, bias, mean, var)
         if any(t is not None and t not in self.constant for t in tensors):
             return
@@ -294,7 +294,7 @@ def _ancestors(node: fx.Node) -> list[fx.Node]:
     return ancestors
 
 
-def _arguments(node: fx.Node) -> list[Any]:
+def arguments(node: fx.Node) -> list[Any]:
     """Return the positional arguments of an aten call with the schema's defaults filled in."""
     schema = cast(Any, node.target)._schema.arguments
     given = list(node.args)
