@@ -10,7 +10,7 @@ Codes are stored unsigned (u = q + 2^(k−1)). Every byte consists of whole bit 
 
     k            1    2    3      4    5      6      7          8
     planes       1    2    2+1    4    4+1    4+2    4+2+1      8 (plain int8)
-    g, b         –    4,1  8,3    2,1  8,5    4,3    8,7        –
+    g, b         –    –    8,3    –    8,5    4,3    8,7        –
 
 Files of version 0.1 have the bytes of their planes in the order of ``rows``; they say so by their operators.
 """
@@ -102,14 +102,12 @@ def _part(first: int, *fields: tuple[int, ...], codes: int = 1) -> Part:
 
 #: parts of a group of codes for each width: (byte, position, bits, power of two in the code)
 GROUPS: dict[int, tuple[Part, ...]] = {
-    2: tuple(_part(i, (0, 2 * i, 2)) for i in range(4)),
     3: (
         _part(0, (0, 0, 3), codes=3),
         _part(3, (0, 3, 3), codes=3),
         _part(6, (0, 6, 2, 1), (2, 6, 1)),
         _part(7, (1, 6, 2, 1), (2, 7, 1)),
     ),
-    4: (_part(0, (0, 0, 4)), _part(1, (0, 4, 4))),
     5: (
         _part(0, (0, 0, 5), codes=5),
         _part(5, (0, 5, 3, 2), (3, 5, 2)),

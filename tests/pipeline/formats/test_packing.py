@@ -188,9 +188,10 @@ def test_every_form_unpacks_to_the_stored_weights(k: int, granularity: str) -> N
     one_grid = {name for name, w in weights.items() if not w.grid.offset.ndim}
     assert (len(one_grid) >= len(SHAPES)) == (granularity == "tensor")
     for name in ("64x1024", "shifted", "spread"):
-        assert forms[name] == ("table" if k < 3 and name in one_grid else "fields" if k > 1 else "planes")
+        form = "table" if k < 3 and name in one_grid else "planes" if k in (1, 2, 4) else "groups"
+        assert forms[name] == form
     assert forms["3x5"] == "plain"
-    assert forms["96x63"] == ("fields" if k > 5 and name in one_grid else "planes")
+    assert forms["96x63"] == ("groups" if k > 5 and name in one_grid else "planes")
 
 
 def spread(k: int, shape: tuple[int, ...], granularity: str) -> LoweredWeight:
