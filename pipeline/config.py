@@ -77,8 +77,8 @@ class QuantConfig(_Config):
         samples: calibration samples (0 means all training samples).
         exclude: name patterns (fnmatch) of layers to leave in float.
         opset: ONNX opset of the file.
-        storage: ``table`` packs codes in bytes that every runtime reads; ``fast`` stores int8 weights, which load
-            faster from a larger file; ``int2`` uses typed 2/4-bit tensors.
+        storage: ``table`` packs codes in bytes that every runtime reads; ``fast`` stores int8 weights, which
+            load faster from a larger file; ``int2`` uses typed 2/4-bit tensors.
         seed: seed of all random numbers.
     """
 

@@ -2,22 +2,25 @@
 
 ONNX Runtime folds these nodes when it loads the file; what remains in memory is the int8 weight. Forms:
 
-    table     byte → row of a table of stored weights                   (large weights of 1 or 2 bits, one grid)
-    planes    bytes & masks → Cast → QuantizeLinear                             (other weights of 1, 2 or 4 bits;
-              several planes are shifted and or-ed first                  small or odd ones of the other widths)
-    groups    for each part of a group: bytes & mask → QLinearConv; Concat                 (3, 5, 6 and 7 bits)
-    plain     the int8 weights themselves        (8 bits, storage ``fast``, or where packing would not pay)
-    int2      typed 2- or 4-bit tensor, cast, multiply, add                                       (on request)
+    table     byte → row of a table of stored weights         (large weights of 1 or 2 bits, with one offset)
+    groups    for each part of a group: bytes & mask → QLinearConv; Concat             (other large weights)
+    planes    bytes & masks → Cast → QuantizeLinear;                                (small or odd weights)
+              several planes are shifted and or-ed before the Cast
+    plain     the int8 weights themselves    (8 bits, storage ``fast``, or where packing would not pay)
+    int2      typed 2- or 4-bit tensor, cast, multiply, add                                   (on request)
 
-QuantizeLinear and QLinearConv compute multiplier·q + offset, with an offset of the tensor or of each channel. In
-``planes`` the scale is 1/multiplier, times the place of the field in its byte, and the zero point is the stored
-weight of the lowest code. In ``groups`` the convolution is depthwise, and its kernel reaches over the bytes of
-a group: masked bytes times powers of two are codes, its bias or zero point is the offset. All results are
-integers far below 2^24, so that rounding in float32 changes none of them.
+QuantizeLinear and QLinearConv compute multiplier·q + offset, with an offset of the tensor or of each channel.
+In ``planes`` the scale is 1/multiplier, times the place of the field in its byte, and the zero point is the
+stored weight of the lowest code. In ``groups`` the convolution is depthwise, and its kernel reaches over the
+bytes of a group: masked bytes times powers of two are codes, its bias or zero point is the offset. All results
+are integers far below 2^24, so that rounding in float32 changes none of them.
+
+@@TABLE@@
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -87,16 +90,15 @@ class Unpacker:
         if k in (1, 2) and size >= _LARGE and not per_channel:
             return "table"
         if k in packing.GROUPS and (k in _FEW_PARTS or size >= _LARGE):
-            codes, _ = packing.group_size(k)
-            grouped = size // len(weight.stored) if per_channel else size
-            return "planes" if grouped % codes else "groups"
+            columns = size // len(weight.stored) if per_channel else size
+            return "planes" if columns % packing.group_size(k)[0] else "groups"
         return "planes"
 
     # Forms
 
     def _table(self, stem: str, weight: LoweredWeight) -> ir.Value:
         k, levels = weight.grid.k, _levels(weight)
-        packed = packing.pack_rows(weight.codes, k)
+        (packed,) = packing.pack(weight.codes, k)
         index = self._node("Cast", stem, self._initializer(f"{stem}.codes", packed), to=ir.DataType.INT32)
         table = self._shared(f"table{k}_{levels[0]}_{levels[1]}", levels[packing.fields(k)])
         rows = self._node("Gather", stem, table, index)
@@ -109,25 +111,41 @@ class Unpacker:
         images, channels = (1, len(weight.stored)) if per_channel else _images(size // codes, codes)
         rows = images * channels
         packed = packing.pack_groups(weight.codes.reshape(rows, codes, -1), grid.k)
-        source = self._initializer(f"{stem}.codes", packed.reshape(images, channels, count, -1))
-        bias = None
+        packed = packed.reshape(images, channels, count, -1)
+        source, bias = self._initializer(f"{stem}.codes", packed), None
         if per_channel:  # in units of multiplier/64, as the first parts compute
             offset = (grid.offset + grid.zero_point).astype(np.float64)
             units = np.rint(offset * 64 / grid.multiplier).astype(np.int32)
             bias = self._offsets(stem, units)
-        parts = [self._part(stem, weight, part, source, bias) for part in packing.GROUPS[grid.k]]
+        parts = []
+        for part in packing.GROUPS[grid.k]:
+            masks = part.masks(count).view(np.int8)[:, None]
+            masked = self._node(
+                "BitwiseAnd", stem, source, self._shared(f"mask_{masks.tobytes().hex()}", masks)
+            )
+            parts.append(self._part(stem, weight, part, (masked, packed.shape), bias))
         joined = self._node("Concat", stem, *parts, axis=2)
         return self._shaped(stem, joined, size, weight.stored.shape)
 
     def _part(
-        self, stem: str, weight: LoweredWeight, part: packing.Part, source: ir.Value, bias: ir.Value | None
+        self,
+        stem: str,
+        weight: LoweredWeight,
+        part: packing.Part,
+        masked: tuple[ir.Value, tuple[int, ...]],
+        bias: ir.Value | None,
     ) -> ir.Value:
-        """Return the stored weights [images, channels, codes, P] of a part of every group."""
+        """Return the stored weights [images, channels, codes, P] of a part of all groups.
+
+        Args:
+            stem: name of the layer.
+            weight: its weight.
+            part: which codes.
+            masked: the masked bytes, and their shape [images, channels, bytes, P].
+            bias: the offsets in units of multiplier/64, if every channel has its own.
+        """
         grid = weight.grid
-        _, channels, count, _ = source.const_value.shape
-        masks = part.masks(count)
-        mask = self._shared(f"mask_{masks.tobytes().hex()}", masks.view(np.int8).reshape(-1, 1))
-        masked = self._node("BitwiseAnd", stem, source, mask)
+        source, (_, channels, count, _) = masked
         unit = 64 if all(float(64 * field.factor).is_integer() for field in part.fields) else 128
         kernel = np.zeros(1 if part.codes == count else count, np.int8)
         for field in part.fields:
@@ -140,7 +158,7 @@ class Unpacker:
         scale = np.float32(grid.multiplier / unit)
         one, zero = self._number(np.float32(1)), self._number(np.int8(0))
         return self._node(
-            "QLinearConv", stem, masked, one, zero, self._repeat(stem, kernel.reshape(1, 1, -1, 1), channels),
+            "QLinearConv", stem, source, one, zero, self._repeat(stem, kernel.reshape(1, 1, -1, 1), channels),
             self._number(scale), zero, one, self._number(np.int8(zero_point)), *[bias] * (bias is not None),
             group=channels,
         )  # fmt: skip
@@ -148,7 +166,7 @@ class Unpacker:
     def _planes(self, stem: str, weight: LoweredWeight) -> ir.Value:
         grid, shape = weight.grid, weight.stored.shape
         widths = packing.PLANES[grid.k]
-        planes = packing.pack_planes(weight.codes, grid.k)
+        planes = packing.pack(weight.codes, grid.k, planar=True)
         sources = [
             self._initializer(f"{stem}.codes{sum(widths[:i]) or ''}", plane) for i, plane in enumerate(planes)
         ]
@@ -160,7 +178,9 @@ class Unpacker:
         wide = self._node("Cast", stem, self._shaped(stem, unsigned, codes, shape), to=ir.DataType.FLOAT)
         scale = np.float32(1 / grid.multiplier)
         if not lowest.ndim:
-            return self._node("QuantizeLinear", stem, wide, self._number(scale), self._number(lowest[()]))
+            return self._node(
+                "QuantizeLinear", stem, wide, self._number(scale), self._number(np.int8(lowest))
+            )
         scales = self._repeat(stem, scale.reshape(1), len(lowest))
         return self._node("QuantizeLinear", stem, wide, scales, self._offsets(stem, lowest), axis=0)
 
@@ -185,7 +205,8 @@ class Unpacker:
 
     def _joined(self, stem: str, sources: Sequence[ir.Value], widths: Sequence[int]) -> ir.Value:
         """Return the unsigned codes of several planes."""
-        unsigned, shift = None, 0
+        parts: list[ir.Value] = []
+        shift = 0
         for bits, source in zip(widths, sources, strict=True):
             shifts = np.arange(8 // bits, dtype=np.uint8)[:, None] * np.uint8(bits)
             field = self._node(
@@ -194,14 +215,11 @@ class Unpacker:
             field = self._node("BitwiseAnd", stem, field, self._number(np.uint8(2**bits - 1)))
             if len(sources) > 1:
                 field = self._node("Reshape", stem, field, self._vector("flat", [-1]))
-            if unsigned is None:
-                unsigned = field
-            else:
-                high = self._node("BitShift", stem, field, self._number(np.uint8(shift)), direction="LEFT")
-                unsigned = self._node("BitwiseOr", stem, unsigned, high)
+            if shift:
+                field = self._node("BitShift", stem, field, self._number(np.uint8(shift)), direction="LEFT")
+            parts.append(field)
             shift += bits
-        assert unsigned is not None
-        return unsigned
+        return functools.reduce(lambda low, high: self._node("BitwiseOr", stem, low, high), parts)
 
     def _offsets(self, stem: str, values: NDArray[Any]) -> ir.Value:
         return self._initializer(f"{stem}.offset", values)

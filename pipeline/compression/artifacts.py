@@ -79,6 +79,7 @@ def write(
             **_accuracies(run, network, outputs),
             "parity": {output.format.runtime: output.parity.to_dict() for output in outputs},
             "latency_ms": measure.latency(files),
+            "load_ms": measure.loading(files),
         }
     report = written_report(run, network, measured)
     (folder / "report.json").write_text(schema.to_json(report), encoding="utf-8")

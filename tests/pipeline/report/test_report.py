@@ -78,7 +78,8 @@ operations.multiply_adds operations.bit_operations operations.float_bit_operatio
 accuracy.metric accuracy.samples accuracy.float accuracy.quantized accuracy.onnxruntime accuracy.keras
 metrics parity.onnxruntime.max_abs parity.onnxruntime.max_steps
 parity.onnxruntime.argmax_agreement parity.onnxruntime.first_layer parity.keras latency_ms.float
-latency_ms.quantized latency_ms.ratio latency_ms.threads latency_ms.operators warnings
+latency_ms.quantized latency_ms.ratio latency_ms.threads latency_ms.operators
+load_ms.float load_ms.quantized warnings
 """
 LAYER = """
 name op parameters outputs multiply_adds wbits abits granularity alpha beta sqnr_db loss histogram bytes_float

@@ -68,7 +68,7 @@ def test_every_form_of_packed_weights(deploy: Callable[..., Any], wbits: int, gr
     inputs = [torch.randn(32, 1, 10, 10)]
     deployment = deploy(network.eval(), inputs, wbits=wbits, granularity=granularity)
     rows = json.loads(runtime.metadata(deployment.path)["ul2q.layers"])
-    large = "table" if wbits < 3 and granularity == "tensor" else "planes" if wbits in (1, 2, 4) else "groups"
+    large = "table" if wbits < 3 and granularity == "tensor" else "planes" if wbits == 1 else "groups"
     assert [row["storage"] for row in rows] == ["plain", "groups" if wbits > 5 else "planes", large]
     outputs, _ = run_with_codes(load_onnx(deployment.path), inputs[0].numpy())
     expected = next(iter(runtime.run(runtime.session(deployment.path), inputs[0].numpy()).values()))
