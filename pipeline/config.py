@@ -83,8 +83,8 @@ class QuantConfig(_Config):
         samples: calibration samples (0 means all training samples).
         exclude: name patterns (fnmatch) of layers to leave in float.
         opset: ONNX opset of the file.
-        storage: ``table`` packs codes in bytes that every runtime reads; ``fast`` stores int8 weights, which load
-            faster from a larger file; ``int2`` uses typed 2/4-bit tensors.
+        storage: ``table`` packs codes in bytes that every runtime reads; ``fast`` stores int8 weights, which
+            load faster from a larger file; ``int2`` uses typed 2/4-bit tensors.
         target: how 8-bit weights become right on every CPU: ``exact`` stores weights beyond ±64 unsigned,
             which runs slower; ``portable`` keeps them within ±64, at full speed and the precision of 7 bits.
         seed: seed of all random numbers.

@@ -39,8 +39,8 @@ from ul2q.runtimes.onnx_files import (
 
 __all__ = [
     "ACCURATE", "Model", "bench", "bench_apart", "data_files", "file_bytes", "load_and_run_once",
-    "load_model", "metadata", "operators", "outputs", "own_peak_rss", "peak_rss", "run", "session",
-    "with_outputs",
+    "load_model", "load_times", "loading_times", "metadata", "operators", "outputs", "own_peak_rss",
+    "peak_rss", "run", "session", "with_outputs",
 ]  # fmt: skip
 
 #: session option with which int8 weights beyond +-64 run on kernels of uint8 weights, exact on every x86 CPU
@@ -323,6 +323,40 @@ def bench_apart(
         f"time of {path}", bench, model=str(path), against=str(against), threads=threads, runs=runs
     )
     return measured
+
+
+def loading_times(paths: Sequence[str], runs: int) -> list[float]:
+    """Load every file ``runs`` times, in alternation: what `load_times` does in a new process.
+
+    Returns:
+        The median of each file in ms.
+    """
+    seconds: list[list[float]] = [[] for _ in paths]
+    for _ in range(runs):
+        for path, times in zip(paths, seconds, strict=True):
+            begin = time.perf_counter()
+            session(path, 1)
+            times.append(time.perf_counter() - begin)
+    return [1e3 * float(np.median(times)) for times in seconds]
+
+
+def load_times(paths: Sequence[Path | str], *, runs: int = 5) -> list[float]:
+    """Measure the time that loading each file takes, in a process of its own.
+
+    Args:
+        paths: ONNX files.
+        runs: how often each is loaded, on one thread; the files take turns.
+
+    Returns:
+        The median of each file in ms.
+
+    Raises:
+        JobError: the process failed.
+        UsageError: a file is missing, not ONNX, or truncated.
+    """
+    names = [str(path) for path in paths]
+    times: list[float] = _apart(f"loading {names[0]}", loading_times, paths=names, runs=runs)
+    return times
 
 
 def _apart(what: str, function: Callable[..., Any], **arguments: Any) -> Any:

@@ -151,6 +151,7 @@ def measured_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(runtime, "peak_rss", peak_rss)
     monkeypatch.setattr(runtime, "bench_apart", runtime.bench)
+    monkeypatch.setattr(runtime, "load_times", lambda paths: runtime.loading_times(list(map(str, paths)), 1))
 
 
 @pytest.fixture(scope="session")

@@ -56,7 +56,7 @@ def to_onnx(
         model: the trained model.
         path: the file.
         opset: ONNX opset.
-        storage: "table", or "int2" for typed tensors.
+        storage: "table", "fast" for plain int8, or "int2" for typed tensors.
         metadata: further metadata_props.
 
     Returns:

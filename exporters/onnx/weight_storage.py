@@ -2,21 +2,25 @@
 
 ONNX Runtime folds these nodes when it loads the file; what remains in memory is the int8 weight. Forms:
 
-    table     byte → row of a table of stored weights                   (large weights of 1 or 2 bits, one grid)
-    fields    for each part of a group: bytes & mask → QLinearConv; Concat               (other large weights)
-    planes    for each plane: bytes >> shifts & mask; or-ed → Cast → QuantizeLinear    (small or odd weights)
-    plain     the int8 weights themselves        (8 bits, storage ``fast``, or where packing would not pay)
-    int2      typed 2- or 4-bit tensor, cast, multiply, add                                       (on request)
+    table     byte → row of a table of stored weights         (large weights of 1 or 2 bits, with one offset)
+    groups    for each part of a group: bytes & mask → QLinearConv; Concat             (other large weights)
+    planes    bytes & masks → Cast → QuantizeLinear;                                (small or odd weights)
+              several planes are shifted and or-ed before the Cast
+    plain     the int8 weights themselves    (8 bits, storage ``fast``, or where packing would not pay)
+    int2      typed 2- or 4-bit tensor, cast, multiply, add                                   (on request)
 
-QLinearConv and QuantizeLinear compute multiplier·q + offset, with an offset of the tensor or of each channel.
-In ``fields`` the convolution is depthwise, and its kernel reaches over the bytes of a group: masked bytes times
-powers of two are codes, its bias or zero point is the offset. All values are integers far below 2^24, so
-float32 requantisation rounds none of them. In ``planes`` the scale is 1/multiplier and the zero point the
-stored weight of the lowest code.
+QuantizeLinear and QLinearConv compute multiplier·q + offset, with an offset of the tensor or of each channel.
+In ``planes`` the scale is 1/multiplier, times the place of the field in its byte, and the zero point is the
+stored weight of the lowest code. In ``groups`` the convolution is depthwise, and its kernel reaches over the
+bytes of a group: masked bytes times powers of two are codes, its bias or zero point is the offset. All results
+are integers far below 2^24, so that rounding in float32 changes none of them.
+
+@@TABLE@@
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -66,7 +70,7 @@ class Unpacker:
         if form == "plain":
             return form, old
         shape = weight.stored.shape
-        write = {"int2": self._typed, "table": self._table, "fields": self._fields, "planes": self._planes}
+        write = {"int2": self._typed, "table": self._table, "groups": self._groups, "planes": self._planes}
         stored = write[form](stem, weight)
         old.replace_all_uses_with(stored)
         stored.shape = ir.Shape(shape)
@@ -86,47 +90,62 @@ class Unpacker:
         if k in (1, 2) and size >= _LARGE and not per_channel:
             return "table"
         if k in packing.GROUPS and (k in _FEW_PARTS or size >= _LARGE):
-            codes, _ = packing.group_size(k)
-            grouped = size // len(weight.stored) if per_channel else size
-            return "planes" if grouped % codes else "fields"
+            columns = size // len(weight.stored) if per_channel else size
+            return "planes" if columns % packing.group_size(k)[0] else "groups"
         return "planes"
 
     # Forms
 
     def _table(self, stem: str, weight: LoweredWeight) -> ir.Value:
         k, levels = weight.grid.k, _levels(weight)
-        packed = packing.pack_rows(weight.codes, k)
+        (packed,) = packing.pack(weight.codes, k)
         index = self._node("Cast", stem, self._initializer(f"{stem}.codes", packed), to=ir.DataType.INT32)
         table = self._shared(f"table{k}_{levels[0]}_{levels[1]}", levels[packing.fields(k)])
         rows = self._node("Gather", stem, table, index)
         return self._shaped(stem, rows, len(packed) * (8 // k), weight.stored.shape)
 
-    def _fields(self, stem: str, weight: LoweredWeight) -> ir.Value:
+    def _groups(self, stem: str, weight: LoweredWeight) -> ir.Value:
         grid, size = weight.grid, weight.stored.size
         codes, count = packing.group_size(grid.k)
         per_channel = grid.offset.ndim == 1
         images, channels = (1, len(weight.stored)) if per_channel else _images(size // codes, codes)
         rows = images * channels
         packed = packing.pack_groups(weight.codes.reshape(rows, codes, -1), grid.k)
-        source = self._initializer(f"{stem}.codes", packed.reshape(images, channels, count, -1))
-        bias = None
+        packed = packed.reshape(images, channels, count, -1)
+        source, bias = self._initializer(f"{stem}.codes", packed), None
         if per_channel:  # in units of multiplier/64, as the first parts compute
             offset = (grid.offset + grid.zero_point).astype(np.float64)
             units = np.rint(offset * 64 / grid.multiplier).astype(np.int32)
-            bias = self._initializer(f"{stem}.offset", units)
-        parts = [self._part(stem, weight, part, source, bias) for part in packing.GROUPS[grid.k]]
+            bias = self._offsets(stem, units)
+        parts = []
+        for part in packing.GROUPS[grid.k]:
+            masks = part.masks(count).view(np.int8)[:, None]
+            masked = self._node(
+                "BitwiseAnd", stem, source, self._shared(f"mask_{masks.tobytes().hex()}", masks)
+            )
+            parts.append(self._part(stem, weight, part, (masked, packed.shape), bias))
         joined = self._node("Concat", stem, *parts, axis=2)
         return self._shaped(stem, joined, size, weight.stored.shape)
 
     def _part(
-        self, stem: str, weight: LoweredWeight, part: packing.Part, source: ir.Value, bias: ir.Value | None
+        self,
+        stem: str,
+        weight: LoweredWeight,
+        part: packing.Part,
+        masked: tuple[ir.Value, tuple[int, ...]],
+        bias: ir.Value | None,
     ) -> ir.Value:
-        """Return the stored weights [images, channels, codes, P] of a part of every group."""
+        """Return the stored weights [images, channels, codes, P] of a part of all groups.
+
+        Args:
+            stem: name of the layer.
+            weight: its weight.
+            part: which codes.
+            masked: the masked bytes, and their shape [images, channels, bytes, P].
+            bias: the offsets in units of multiplier/64, if every channel has its own.
+        """
         grid = weight.grid
-        _, channels, count, _ = source.const_value.shape
-        masks = part.masks(count)
-        mask = self._shared(f"mask_{masks.tobytes().hex()}", masks.view(np.int8).reshape(-1, 1))
-        masked = self._node("BitwiseAnd", stem, source, mask)
+        source, (_, channels, count, _) = masked
         unit = 64 if all(float(64 * field.factor).is_integer() for field in part.fields) else 128
         kernel = np.zeros(1 if part.codes == count else count, np.int8)
         for field in part.fields:
@@ -139,41 +158,71 @@ class Unpacker:
         scale = np.float32(grid.multiplier / unit)
         one, zero = self._number(np.float32(1)), self._number(np.int8(0))
         return self._node(
-            "QLinearConv", stem, masked, one, zero, self._repeat(stem, kernel.reshape(1, 1, -1, 1), channels),
+            "QLinearConv", stem, source, one, zero, self._repeat(stem, kernel.reshape(1, 1, -1, 1), channels),
             self._number(scale), zero, one, self._number(np.int8(zero_point)), *[bias] * (bias is not None),
             group=channels,
         )  # fmt: skip
 
     def _planes(self, stem: str, weight: LoweredWeight) -> ir.Value:
-        grid = weight.grid
-        unsigned, shift = None, 0
-        planes = packing.pack_planes(weight.codes, grid.k)
-        for bits, plane in zip(packing.PLANES[grid.k], planes, strict=True):
-            source = self._initializer(f"{stem}.codes{shift or ''}", plane)
+        grid, shape = weight.grid, weight.stored.shape
+        widths = packing.PLANES[grid.k]
+        planes = packing.pack(weight.codes, grid.k, planar=True)
+        sources = [
+            self._initializer(f"{stem}.codes{sum(widths[:i]) or ''}", plane) for i, plane in enumerate(planes)
+        ]
+        codes = len(planes[0]) * (8 // widths[0])
+        lowest = _lowest(weight).astype(np.int8)
+        if len(planes) == 1 and not (lowest.size if lowest.ndim else codes) % (8 // grid.k):
+            return self._masked(stem, weight, sources[0], codes)
+        unsigned = self._joined(stem, sources, widths)
+        wide = self._node("Cast", stem, self._shaped(stem, unsigned, codes, shape), to=ir.DataType.FLOAT)
+        scale = np.float32(1 / grid.multiplier)
+        if not lowest.ndim:
+            return self._node(
+                "QuantizeLinear", stem, wide, self._number(scale), self._number(np.int8(lowest))
+            )
+        scales = self._repeat(stem, scale.reshape(1), len(lowest))
+        return self._node("QuantizeLinear", stem, wide, scales, self._offsets(stem, lowest), axis=0)
+
+    def _masked(self, stem: str, weight: LoweredWeight, source: ir.Value, codes: int) -> ir.Value:
+        """Return the stored weights from one plane of ``codes`` codes; its fields stay where they are."""
+        grid, shape = weight.grid, weight.stored.shape
+        places = 2 ** (np.arange(8 // grid.k) * grid.k)
+        masks = self._shared(f"masks{grid.k}", ((2**grid.k - 1) * places).astype(np.uint8)[:, None])
+        fields = self._node("BitwiseAnd", stem, source, masks)
+        units = (places / grid.multiplier).astype(np.float32)
+        lowest = _lowest(weight).astype(np.int8)
+        if lowest.ndim:
+            channels = self._shaped(stem, fields, codes, shape)
+            wide = self._node("Cast", stem, channels, to=ir.DataType.FLOAT)
+            scales = self._repeat(stem, units, len(lowest) // len(units), each=True)
+            return self._node("QuantizeLinear", stem, wide, scales, self._offsets(stem, lowest), axis=0)
+        wide = self._node("Cast", stem, fields, to=ir.DataType.FLOAT)
+        zero_points = self._repeat(stem, lowest.reshape(1), len(units))
+        scales = self._repeat(stem, units, 1, each=True)
+        stored = self._node("QuantizeLinear", stem, wide, scales, zero_points, axis=0)
+        return self._shaped(stem, stored, codes, shape)
+
+    def _joined(self, stem: str, sources: Sequence[ir.Value], widths: Sequence[int]) -> ir.Value:
+        """Return the unsigned codes of several planes."""
+        parts: list[ir.Value] = []
+        shift = 0
+        for bits, source in zip(widths, sources, strict=True):
             shifts = np.arange(8 // bits, dtype=np.uint8)[:, None] * np.uint8(bits)
             field = self._node(
                 "BitShift", stem, source, self._shared(f"shifts{bits}", shifts), direction="RIGHT"
             )
             field = self._node("BitwiseAnd", stem, field, self._number(np.uint8(2**bits - 1)))
-            if len(planes) > 1:
+            if len(sources) > 1:
                 field = self._node("Reshape", stem, field, self._vector("flat", [-1]))
-            if unsigned is None:
-                unsigned = field
-            else:
-                high = self._node("BitShift", stem, field, self._number(np.uint8(shift)), direction="LEFT")
-                unsigned = self._node("BitwiseOr", stem, unsigned, high)
+            if shift:
+                field = self._node("BitShift", stem, field, self._number(np.uint8(shift)), direction="LEFT")
+            parts.append(field)
             shift += bits
-        assert unsigned is not None
-        size = len(planes[0]) * (8 // packing.PLANES[grid.k][0])
-        wide = self._node(
-            "Cast", stem, self._shaped(stem, unsigned, size, weight.stored.shape), to=ir.DataType.FLOAT
-        )
-        scale, lowest = np.float32(1 / grid.multiplier), _lowest(weight).astype(np.int8)
-        if not lowest.ndim:
-            return self._node("QuantizeLinear", stem, wide, self._number(scale), self._number(lowest[()]))
-        scales = self._repeat(stem, scale.reshape(1), len(lowest))
-        offset = self._initializer(f"{stem}.offset", lowest)
-        return self._node("QuantizeLinear", stem, wide, scales, offset, axis=0)
+        return functools.reduce(lambda low, high: self._node("BitwiseOr", stem, low, high), parts)
+
+    def _offsets(self, stem: str, values: NDArray[Any]) -> ir.Value:
+        return self._initializer(f"{stem}.offset", values)
 
     def _typed(self, stem: str, weight: LoweredWeight) -> ir.Value:
         numpy_type, onnx_type = _TYPED[weight.grid.k]
@@ -184,7 +233,7 @@ class Unpacker:
         wide = self._node("Mul", stem, wide, self._number(np.int32(grid.multiplier)))
         offset = (grid.offset + grid.zero_point).astype(np.int32)
         offset = offset.reshape(-1, *[1] * (weight.stored.ndim - 1)) if offset.ndim else offset
-        wide = self._node("Add", stem, wide, self._initializer(f"{stem}.offset", offset))
+        wide = self._node("Add", stem, wide, self._offsets(stem, offset))
         return self._node("Cast", stem, wide, to=ir.DataType.INT8)
 
     # Graph pieces
@@ -197,14 +246,18 @@ class Unpacker:
             value = self._node("Slice", stem, flat, self._vector("start", [0]), end)
         return self._node("Reshape", stem, value, self._vector("shape", shape))
 
-    def _repeat(self, stem: str, values: NDArray[Any], count: int) -> ir.Value:
-        """Return ``values`` [1, …] repeated along the first axis."""
-        key = f"{values.dtype.name}_{values.tobytes().hex()}_{'_'.join(map(str, values.shape))}"
+    def _repeat(self, stem: str, values: NDArray[Any], count: int, *, each: bool = False) -> ir.Value:
+        """Return ``values`` repeated along the first axis, ``each`` element in turn or all of them."""
+        key = f"{values.dtype.name}_{values.tobytes().hex()}_{'_'.join(map(str, values.shape))}_{each}"
         if values.size * count <= _REPEATED:
-            return self._shared(f"{key}_{count}", np.repeat(values, count, axis=0))
+            whole = np.repeat(values, count, axis=0) if each else np.concatenate([values] * count)
+            return self._shared(f"{key}_{count}", whole)
         if (key, count) not in self.repeated:
-            shape = self._vector("shape", [count, *values.shape[1:]])
-            self.repeated[key, count] = self._node("Expand", stem, self._shared(key, values), shape)
+            source = self._shared(key, values[:, None] if each else values[None])
+            size = [len(values), count] if each else [count, len(values)]
+            wide = self._node("Expand", stem, source, self._vector("shape", [*size, *values.shape[1:]]))
+            shape = self._vector("shape", [len(values) * count, *values.shape[1:]])
+            self.repeated[key, count] = self._node("Reshape", stem, wide, shape)
         return self.repeated[key, count]
 
     def _number(self, value: np.generic) -> ir.Value:

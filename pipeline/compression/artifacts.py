@@ -84,6 +84,7 @@ def write(
                 for name, entry in output.parity.by_runtime(output.format.runtime).items()
             },
             "latency_ms": measure.latency(files),
+            "load_ms": measure.loading(files),
         }
     report = written_report(run, network, measured)
     (folder / "report.json").write_text(schema.to_json(report), encoding="utf-8")

@@ -183,3 +183,9 @@ def latency(files: Files, threads: int = 1) -> dict[str, Any]:
         "threads": threads,
         "operators": result["operators"],
     }
+
+
+def loading(files: Files) -> dict[str, Any]:
+    """Return the time of loading each file, measured alternately in a separate process."""
+    quantized, float_file = runtime.load_times([files.quantized, files.float])
+    return {"float": float_file, "quantized": quantized}

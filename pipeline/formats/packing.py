@@ -1,18 +1,18 @@
-"""Pack k-bit codes into bytes, in the order in which a runtime can unpack them by whole-tensor operators.
+"""Pack k-bit codes into bytes.
 
-Codes are stored unsigned (u = q + 2^(k−1)). Every byte consists of whole bit fields, and a code takes k bits:
+A code is stored unsigned (u = q + 2^(k−1)), in whole bit fields of bytes, so that it takes exactly k bits:
 
-    rows     bytes of consecutive codes, the first in the lowest bits: a byte selects a row of a table
-    planes   one plane of 1-, 2- or 4-bit fields for each power of two in k, least significant plane first;
-             field i of byte n belongs to code i·N + n of the N bytes of the plane
-    groups   g codes in b bytes (k = 8·b/g), group by group; code j of P groups is one vector of P, and so is
-             byte j: its bits come from some bytes, each masked and multiplied by a power of two
+    planes   one plane of 1-, 2- or 4-bit fields for each power of two in k, least significant plane first.
+             In the order of codes the first code has the lowest bits of a byte. In *planar* order field i of
+             byte n is that of code i·N + n, for the N bytes of a plane: masks of the whole plane unpack it
+    groups   g codes in b bytes, group by group. Code j of P groups is one vector of P, and so is byte j: a
+             code is a sum of masked bytes, each multiplied by a power of two
 
     k            1    2    3      4    5      6      7          8
     planes       1    2    2+1    4    4+1    4+2    4+2+1      8 (plain int8)
     g, b         –    4,1  8,3    2,1  8,5    4,3    8,7        –
 
-Files of version 0.1 have the bytes of their planes in the order of ``rows``; they say so by their operators.
+Tables of an ONNX file and .keras files contain planes in the order of codes, as all did in version 0.1.
 """
 
 from __future__ import annotations
@@ -134,29 +134,13 @@ def fields(bits: int) -> NDArray[np.uint8]:
     return ((byte >> shifts) & (2**bits - 1)).astype(np.uint8)
 
 
-def pack_rows(codes: NDArray[np.int8], k: int) -> NDArray[np.uint8]:
-    """Pack codes of any shape, 8/k consecutive ones a byte; zeros pad the last byte.
-
-    Args:
-        codes: int8 of any shape, within −2^(k−1) … 2^(k−1) − 1.
-        k: 1, 2, 4 or 8 bits.
-
-    Returns:
-        The uint8 vector.
-
-    Raises:
-        ValueError: a code needs more than k bits.
-    """
-    unsigned = _padded(_unsigned(codes, k).reshape(-1), 8 // k)
-    return _joined(unsigned.reshape(-1, 8 // k), k, axis=1)
-
-
-def pack_planes(codes: NDArray[np.int8], k: int) -> list[NDArray[np.uint8]]:
-    """Pack codes into planes; zeros pad them to whole bytes.
+def pack(codes: NDArray[np.int8], k: int, *, planar: bool = False) -> list[NDArray[np.uint8]]:
+    """Pack codes into planes; the lowest code pads them to whole bytes.
 
     Args:
         codes: int8 of any shape, within −2^(k−1) … 2^(k−1) − 1.
         k: bits per code, 1..8.
+        planar: the order of the fields.
 
     Returns:
         One uint8 vector per plane.
@@ -164,22 +148,28 @@ def pack_planes(codes: NDArray[np.int8], k: int) -> list[NDArray[np.uint8]]:
     Raises:
         ValueError: a code needs more than k bits.
     """
-    unsigned = _padded(_unsigned(codes, k).reshape(-1), _GROUP if len(PLANES[k]) > 1 else 8 // k)
+    unsigned = _unsigned(codes, k).reshape(-1)
+    padded = np.pad(unsigned, (0, -len(unsigned) % (_GROUP if len(PLANES[k]) > 1 else 8 // k)))
     planes, shift = [], 0
     for bits in PLANES[k]:
-        field = (unsigned >> np.uint8(shift)) & np.uint8(2**bits - 1)
-        planes.append(_joined(field.reshape(8 // bits, -1), bits, axis=0))
+        field = (padded >> np.uint8(shift)) & np.uint8(2**bits - 1)
+        rows = field.reshape(8 // bits, -1).T if planar else field.reshape(-1, 8 // bits)
+        shifts = np.arange(8 // bits, dtype=np.uint8) * np.uint8(bits)
+        planes.append(np.bitwise_or.reduce(rows << shifts, axis=1))
         shift += bits
     return planes
 
 
-def unpack_planes(planes: Sequence[NDArray[np.uint8]], k: int, shape: Sequence[int]) -> NDArray[np.int8]:
-    """Return the int8 codes of ``shape`` from the planes that `pack_planes` made."""
+def unpack(
+    planes: Sequence[NDArray[np.uint8]], k: int, shape: Sequence[int], *, planar: bool = False
+) -> NDArray[np.int8]:
+    """Return the int8 codes of ``shape`` from the planes that `pack` made."""
     size = int(np.prod(shape))
     unsigned = np.zeros(size, np.int16)
     shift = 0
     for bits, plane in zip(PLANES[k], planes, strict=True):
-        unsigned |= fields(bits)[plane].T.reshape(-1)[:size].astype(np.int16) << shift
+        rows = fields(bits)[plane]
+        unsigned |= (rows.T if planar else rows).reshape(-1)[:size].astype(np.int16) << shift
         shift += bits
     return (unsigned - 2 ** (k - 1)).astype(np.int8).reshape(shape)
 
@@ -231,16 +221,3 @@ def _unsigned(codes: NDArray[np.int8], k: int) -> NDArray[np.uint8]:
     if codes.size and (codes.min() < -half or codes.max() >= half):
         raise ValueError(f"codes from {codes.min()} to {codes.max()} do not fit {k} bits")
     return np.ascontiguousarray(codes).view(np.uint8) + np.uint8(half)  # wraps around as intended
-
-
-def _padded(values: NDArray[np.uint8], multiple: int) -> NDArray[np.uint8]:
-    return np.pad(values, (0, -len(values) % multiple))
-
-
-def _joined(values: NDArray[np.uint8], bits: int, axis: int) -> NDArray[np.uint8]:
-    """Return one byte for the values along ``axis``, the first in its lowest bits."""
-    shifts = np.arange(8 // bits, dtype=np.uint8) * np.uint8(bits)
-    joined: NDArray[np.uint8] = np.bitwise_or.reduce(
-        values << (shifts[:, None] if axis == 0 else shifts), axis=axis
-    )
-    return joined

@@ -64,6 +64,7 @@ _NUMBERS: Final[tuple[tuple[str, str, Callable[[Report], Value], Callable[[Value
     ("weight_bits_mean", "bits a weight", lambda r: r["size"]["weight_bits_mean"], _bits),
     ("latency_float_ms", "time a sample, float", lambda r: r["latency_ms"]["float"], text.milliseconds),
     ("latency_ms", "time a sample, quantised", lambda r: r["latency_ms"]["quantized"], text.milliseconds),
+    ("load_ms", "time to load, quantised", lambda r: r["load_ms"]["quantized"], text.milliseconds),
     ("bit_operations", "bit operations", lambda r: r["operations"]["bit_operations"], text.count),
     ("planned_peak_bytes", "planned peak memory", lambda r: r["memory"]["planned_peak_bytes"], _bytes),
     (

@@ -203,6 +203,7 @@ class Report(TypedDict):
     metrics: dict[str, FloatAndQuantized]
     parity: Parities
     latency_ms: Latency
+    load_ms: FloatAndQuantized  # median time of loading the file in ONNX Runtime
     cpu: Cpu
     warnings: list[str]
 

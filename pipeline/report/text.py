@@ -231,7 +231,8 @@ def summary(report: Report) -> list[Row]:
     Returns:
         The rows.
     """
-    rows = [*_accuracy_rows(report), _file_row(report), _latency_row(report), _memory_row(report)]
+    rows = [*_accuracy_rows(report), _file_row(report), _latency_row(report), _load_row(report)]
+    rows.append(_memory_row(report))
     rows += [Row(name, metric(m["float"]), metric(m["quantized"])) for name, m in report["metrics"].items()]
     rows += [*parities(report), _cpu_row(report)]
     return [row for row in rows if row.note or (row.before, row.after) != (NONE, NONE)]
@@ -272,6 +273,11 @@ def _latency_row(report: Report) -> Row:
     on = "" if threads is None else f", {threads} thread{'s' * (threads != 1)}"
     note = "" if latency["ratio"] is None else f"ratio {latency['ratio']:.2f}{on}"
     return Row("time a sample", milliseconds(latency["float"]), milliseconds(latency["quantized"]), note)
+
+
+def _load_row(report: Report) -> Row:
+    load = report["load_ms"]
+    return Row("time to load", milliseconds(load["float"]), milliseconds(load["quantized"]))
 
 
 def _memory_row(report: Report) -> Row:

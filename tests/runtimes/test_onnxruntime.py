@@ -223,6 +223,16 @@ def test_bench_in_a_process_of_its_own(tmp_path: Path, make_matmul: MakeModel) -
         runtime.bench_apart(tmp_path / "small.onnx", tmp_path / "none.onnx")
 
 
+def test_load_times_of_two_files(tmp_path: Path, make_matmul: MakeModel) -> None:
+    paths = [tmp_path / "small.onnx", tmp_path / "large.onnx"]
+    onnx.save(make_matmul(), paths[0])
+    onnx.save(make_matmul(rows=3000, columns=4000), paths[1])
+    small, large = runtime.load_times(paths, runs=3)
+    assert 0 < small < large  # six weights against twelve million
+    with pytest.raises(UsageError, match=r"none\.onnx"):
+        runtime.load_times([tmp_path / "none.onnx"])
+
+
 def test_peak_rss_sees_the_weights_and_not_the_caller(tmp_path: Path, make_matmul: MakeModel) -> None:
     ballast = np.ones(200_000_000, np.uint8)  # resident in this process: must not count
     sizes = {}

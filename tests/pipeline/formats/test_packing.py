@@ -28,12 +28,12 @@ def random_codes(k: int, size: int, seed: int = 0) -> NDArray[np.int8]:
 
 
 @pytest.mark.parametrize("k", WIDTHS)
-@given(size=st.integers(0, 70), seed=st.integers(0, 9))
-def test_unpacking_planes_gives_the_codes_back(k: int, size: int, seed: int) -> None:
+@given(size=st.integers(0, 70), seed=st.integers(0, 9), planar=st.booleans())
+def test_unpacking_gives_the_codes_back(k: int, size: int, seed: int, planar: bool) -> None:
     codes = random_codes(k, size, seed)
-    planes = packing.pack_planes(codes, k)
+    planes = packing.pack(codes, k, planar=planar)
     assert all(plane.dtype == np.uint8 for plane in planes)
-    np.testing.assert_array_equal(packing.unpack_planes(planes, k, codes.shape), codes)
+    np.testing.assert_array_equal(packing.unpack(planes, k, codes.shape, planar=planar), codes)
     stored = sum(plane.nbytes for plane in planes)
     assert stored == (k * math.ceil(size / 8) if k in (3, 5, 6, 7) else math.ceil(k * size / 8))
 
@@ -41,13 +41,13 @@ def test_unpacking_planes_gives_the_codes_back(k: int, size: int, seed: int) -> 
 @pytest.mark.parametrize("k", WIDTHS)
 def test_exactly_k_bits_are_used_and_every_bit_counts(k: int) -> None:
     codes = random_codes(k, 64)
-    planes = packing.pack_planes(codes, k)
+    planes = packing.pack(codes, k)
     assert sum(plane.nbytes for plane in planes) == 8 * k
-    unpacked = {packing.unpack_planes(planes, k, (64,)).tobytes()}
+    unpacked = {packing.unpack(planes, k, (64,)).tobytes()}
     for plane in planes:
         for bit in range(8 * len(plane)):
             plane[bit // 8] ^= 1 << (bit % 8)
-            unpacked.add(packing.unpack_planes(planes, k, (64,)).tobytes())
+            unpacked.add(packing.unpack(planes, k, (64,)).tobytes())
             plane[bit // 8] ^= 1 << (bit % 8)
     assert len(unpacked) == 1 + 64 * k
 
@@ -79,7 +79,7 @@ def test_unpacking_groups_gives_the_codes_back(k: int, rows: int, columns: int, 
 @pytest.mark.parametrize("k", sorted(packing.GROUPS))
 def test_masked_bytes_of_a_group_count_as_documented(k: int) -> None:
     """A code is the sum of its masked int8 bytes times their factors, plus the bias, less 2^(k-1)."""
-    size, count = packing.group_size(k)
+    size, _ = packing.group_size(k)
     codes = random_codes(k, 3 * size * 50).reshape(3, size, 50)
     packed = packing.pack_groups(codes, k)
     for part in packing.GROUPS[k]:
@@ -92,16 +92,22 @@ def test_masked_bytes_of_a_group_count_as_documented(k: int) -> None:
 
 
 def test_bits_lie_as_documented() -> None:
-    assert packing.pack_rows(np.array([-1, 0, 0, -1, 0], np.int8), 1).tolist() == [0b10110]
-    assert packing.pack_rows(np.array([-2, -1, 0, 1, 1], np.int8), 2).tolist() == [0b11100100, 0b11]
-    assert packing.pack_rows(np.array([-8, 7], np.int8), 4).tolist() == [0xF0]
-    assert packing.pack_planes(np.array([-2, -1, 0, 1, 1], np.int8), 2)[0].tolist() == [0b111000, 0b1101]
-    low, high = packing.pack_planes(np.array([-4, 3, -3], np.int8), 3)  # unsigned 0, 7, 1
+    assert packing.pack(np.array([-1, 0, 0, -1, 0], np.int8), 1)[0].tolist() == [0b10110]
+    assert packing.pack(np.array([-2, -1, 0, 1, 1], np.int8), 2)[0].tolist() == [0b11100100, 0b11]
+    assert packing.pack(np.array([-8, 7], np.int8), 4)[0].tolist() == [0xF0]
+    low, high = packing.pack(np.array([-4, 3, -3], np.int8), 3)  # unsigned 0, 7, 1
+    assert (low.tolist(), high.tolist()) == ([0b011100, 0], [0b010])
+
+
+def test_bits_of_planar_order_lie_as_documented() -> None:
+    (plane,) = packing.pack(np.array([-2, -1, 0, 1, 1], np.int8), 2, planar=True)
+    assert plane.tolist() == [0b111000, 0b1101]
+    low, high = packing.pack(np.array([-4, 3, -3], np.int8), 3, planar=True)
     assert (low.tolist(), high.tolist()) == ([0b0100, 0b0011], [0b010])
 
 
 @pytest.mark.parametrize("k", WIDTHS)
-@pytest.mark.parametrize("pack", [packing.pack_planes, packing.pack_groups])
+@pytest.mark.parametrize("pack", [packing.pack, packing.pack_groups])
 def test_codes_that_do_not_fit_are_refused(k: int, pack: Any) -> None:
     if k == 8 or (pack is packing.pack_groups and k not in packing.GROUPS):
         return
@@ -167,18 +173,11 @@ def unpacked(
     return forms, dict(zip(weights, values, strict=True)), sum(t.nbytes for t in own if t is not None)
 
 
-#: shapes: small, odd sizes, divisible by every group, large with odd and even rows, depthwise, a vector a channel
+#: small, of odd sizes, of whole groups, large with odd and even rows, depthwise
 SHAPES = (
-    (3, 5),
-    (61, 7, 3, 5),
-    (16, 450),
-    (96, 63),
-    (24, 8, 3, 3),
-    (8, 2**13 + 1),
-    (64, 1024),
-    (512, 1, 3, 3),
+    (3, 5), (61, 7, 3, 5), (16, 450), (96, 63), (24, 8, 3, 3), (8, 2**13 + 1), (64, 1024), (512, 1, 3, 3),
     (40, 27),
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("k", WIDTHS)
@@ -198,9 +197,10 @@ def test_every_form_unpacks_to_the_stored_weights(k: int, granularity: str) -> N
     one_grid = {name for name, w in weights.items() if not w.grid.offset.ndim}
     assert (len(one_grid) >= len(SHAPES)) == (granularity == "tensor")
     for name in ("64x1024", "shifted", "spread"):
-        assert forms[name] == ("table" if k < 3 and name in one_grid else "fields" if k > 1 else "planes")
+        form = "table" if k < 3 and name in one_grid else "planes" if k == 1 else "groups"
+        assert forms[name] == form
     assert forms["3x5"] == "plain"
-    assert forms["96x63"] == ("fields" if k > 5 and name in one_grid else "planes")
+    assert forms["96x63"] == ("groups" if k > 5 and name in one_grid else "planes")
 
 
 def spread(k: int, shape: tuple[int, ...], granularity: str) -> LoweredWeight:

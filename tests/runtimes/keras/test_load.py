@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +54,24 @@ def test_other_widths(written: Callable[..., Any], digits: Digits, wbits: int) -
     images = digits[0][:100]
     outputs, _ = run_with_codes(load_onnx(deployment.path), images)
     expected = next(iter(runtime.run(runtime.session(deployment.path), images).values()))
+    np.testing.assert_array_equal(outputs[0], expected)
+
+
+@pytest.mark.parametrize("wbits", range(1, 8))
+@pytest.mark.parametrize("granularity", ["tensor", "channel"])
+def test_every_form_of_packed_weights(deploy: Callable[..., Any], wbits: int, granularity: str) -> None:
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(
+        torch.nn.Conv2d(1, 8, 3), torch.nn.ReLU(), torch.nn.Conv2d(8, 48, 3), torch.nn.ReLU(),
+        torch.nn.Flatten(), torch.nn.Linear(48 * 6 * 6, 40),
+    )  # fmt: skip
+    inputs = [torch.randn(32, 1, 10, 10)]
+    deployment = deploy(network.eval(), inputs, wbits=wbits, granularity=granularity)
+    rows = json.loads(runtime.metadata(deployment.path)["ul2q.layers"])
+    large = "table" if wbits < 3 and granularity == "tensor" else "planes" if wbits == 1 else "groups"
+    assert [row["storage"] for row in rows] == ["plain", "groups" if wbits > 5 else "planes", large]
+    outputs, _ = run_with_codes(load_onnx(deployment.path), inputs[0].numpy())
+    expected = next(iter(runtime.run(runtime.session(deployment.path), inputs[0].numpy()).values()))
     np.testing.assert_array_equal(outputs[0], expected)
 
 
