@@ -52,15 +52,15 @@ def _layer(**known: Any) -> dict[str, Any]:
 def _describe_onnx(model: Path) -> dict[str, Any]:
     proto = runtime.load_model(model)
     about = runtime.metadata(proto)
+    sizes = {tensor.name: _stored_bytes(tensor) for tensor in proto.graph.initializer}
     try:
         recorded = json.loads(about.pop(metadata_keys.LAYERS, "[]"))
+        layers = [_recorded_layer(entry, sizes) for entry in recorded]
         about = {key: json.loads(value) if value.startswith("{") else value for key, value in about.items()}
-    except (ValueError, RecursionError, TypeError) as error:  # the text may be any bytes
+    except (ValueError, RecursionError, TypeError, LookupError, AttributeError) as error:  # any bytes
         raise UsageError(
             f"{model}: its ul2q metadata are damaged ({error}): compress the model again"
         ) from error
-    sizes = {tensor.name: _stored_bytes(tensor) for tensor in proto.graph.initializer}
-    layers = [_recorded_layer(entry, sizes) for entry in recorded] or _plain_layers(proto, sizes)
     return {
         "file": str(model),
         "bytes": runtime.file_bytes(model),
@@ -68,7 +68,7 @@ def _describe_onnx(model: Path) -> dict[str, Any]:
         "inputs": [_value(value) for value in proto.graph.input if value.name not in sizes],
         "outputs": [_value(value) for value in proto.graph.output],
         "about": {"opset": proto.opset_import[0].version, "ir_version": proto.ir_version, **about},
-        "layers": layers,
+        "layers": layers or _plain_layers(proto, sizes),
     }
 
 
@@ -79,7 +79,9 @@ def _stored_bytes(tensor: onnx.TensorProto) -> int:
 
 def _recorded_layer(entry: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]:
     own = sum(size for name, size in sizes.items() if name.rpartition(".")[0] == entry["name"])
-    fields = {key: entry.get(key) for key in ("name", "op", "granularity", "alpha", "beta", "storage")}
+    fields = {key: entry.get(key) for key in ("name", "op", "granularity", "storage")}
+    grid = metadata_keys.grid_from_entry(entry)
+    fields |= {"alpha": grid.alpha.tolist(), "beta": grid.beta.tolist()}
     return _layer(**fields, bits=entry.get("k"), bytes=own)
 
 

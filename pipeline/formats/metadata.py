@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ul2q.pipeline.quantize.grid import Grid
 
@@ -43,40 +45,66 @@ def grid_entry(grid: Grid) -> dict[str, Any]:
     Returns:
         ``k``, ``granularity``, ``alpha``, ``beta`` (β̂, without batch norm) and ``zero_point`` of the stored
         int8, and the integer weight as m(2q + 1) + z (``m``, ``z``) or as q + o (``o``). With one quantiser a
-        channel, ``alpha``, ``beta``, ``z`` and ``o`` are lists.
+        channel, ``alpha`` and ``z`` or ``o`` are arrays in base64 (little-endian float32 and int16), and
+        ``beta`` is left out where it follows from them.
     """
     m = grid.multiplier // 2
-    form = {"m": m, "z": _plain(grid.offset - m)} if m else {"o": _plain(grid.offset)}
-    return {
+    form = {"m": m, "z": grid.offset - m} if m else {"o": grid.offset}
+    entry = {
         "k": grid.k,
         "granularity": "channel" if grid.per_channel else "tensor",
-        "alpha": _plain(grid.alpha),
-        "beta": _plain(grid.beta),
+        "alpha": grid.alpha,
+        "beta": grid.beta,
         "zero_point": grid.zero_point,
         **form,
     }
+    if grid.per_channel and np.array_equal(_offsets(grid.alpha, grid.offset, grid.multiplier), grid.beta):
+        del entry["beta"]
+    return {key: _plain(value) for key, value in entry.items()}
 
 
 def grid_from_entry(entry: Mapping[str, Any]) -> Grid:
-    """Return the grid that `grid_entry` described."""
+    """Return the grid that `grid_entry` described; arrays may also be lists, as in older files."""
     m = int(entry.get("m", 0))
     multiplier = 2 * m or 1
-    alpha = np.asarray(entry["alpha"], np.float32)
+    alpha = _array(entry["alpha"], np.float32)
     scale = np.where(alpha > 0, alpha / np.float32(multiplier), np.float32(1)).astype(np.float32)
+    offset = (_array(entry["z"] if m else entry["o"], np.int16) + m).astype(np.int32)
+    known = _array(entry["beta"], np.float32) if "beta" in entry else None
     return Grid(
         k=entry["k"],
         alpha=alpha,
-        beta=np.asarray(entry["beta"], np.float32),
+        beta=_offsets(alpha, offset, multiplier) if known is None else known,
         scale=scale,
         multiplier=multiplier,
-        offset=np.asarray(entry["z"] if m else entry["o"], np.int32) + m,
+        offset=offset,
         zero_point=int(entry["zero_point"]),
     )
 
 
+def _offsets(alpha: NDArray[np.float32], offset: NDArray[np.int32], multiplier: int) -> NDArray[np.float32]:
+    """Return β̂ that follows from the other numbers of a grid; 0 in constant channels."""
+    scale = alpha / np.float32(multiplier)
+    middle = scale * (offset - multiplier / 2).astype(np.float32)
+    return np.where(alpha > 0, middle, np.float32(0)).astype(np.float32)
+
+
 def _plain(value: Any) -> Any:
-    """Return numbers or lists of them; float32 in its shortest decimal form."""
+    """Return a number, float32 in its shortest decimal form, or an array in base64."""
+    if isinstance(value, str | int):
+        return value
     array = np.asarray(value)
     if array.ndim:
-        return [_plain(v) for v in array]
+        kind = _TYPES["f" if array.dtype.kind == "f" else "i"]
+        return base64.b64encode(array.astype(kind).tobytes()).decode("ascii")
     return float(str(array[()])) if array.dtype.kind == "f" else int(array)
+
+
+def _array(value: Any, dtype: type[np.generic]) -> NDArray[Any]:
+    if isinstance(value, str):
+        kind = _TYPES["f" if dtype is np.float32 else "i"]
+        return np.frombuffer(base64.b64decode(value, validate=True), kind).astype(dtype)
+    return np.asarray(value, dtype)
+
+
+_TYPES = {"f": np.dtype("<f4"), "i": np.dtype("<i2")}

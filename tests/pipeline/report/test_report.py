@@ -82,8 +82,8 @@ latency_ms.float latency_ms.quantized latency_ms.ratio latency_ms.threads latenc
 load_ms.float load_ms.quantized cpu.exact cpu.unsigned_layers warnings
 """
 LAYER = """
-name op parameters outputs multiply_adds wbits abits granularity step output_error alpha beta sqnr_db loss histogram bytes_float
-bytes_quantized quantized reason
+name op parameters outputs multiply_adds wbits abits granularity step output_error alpha beta sqnr_db loss
+histogram bytes_float bytes_quantized quantized reason
 """
 ACTIVATION = "name scale zero_point min max fit error errors"
 OPEN = {"config", "seconds", "metrics", "latency_ms.operators"}

@@ -129,7 +129,7 @@ def test_quantize_model_keeps_the_ratio_of_fitted_steps(k: int, tmp_path: Path) 
     quantised.save(tmp_path / "m.keras")
     again = keras.saving.load_model(tmp_path / "m.keras")
     np.testing.assert_array_equal(numpy(again(x)), numpy(quantised(x)))
-    # The file rounds as the model that is trained does: one step apart at most, where sums end between two codes.
+    # The file rounds as the model that is trained does: one step apart at most, where a sum is between codes.
     exported = to_onnx(quantised, tmp_path / "m.onnx")
     y = next(iter(runtime.run(runtime.session(tmp_path / "m.onnx"), channels_first(x)).values()))
     step = exported.lowered.output_scales[0]
