@@ -38,12 +38,13 @@ def choose_steps(prepared: Prepared, inputs: Sequence[Tensor]) -> None:
         inputs: calibration samples, one tensor per model input.
     """
     module, config = prepared.module, prepared.config
+    chosen: dict[Any, Step] = {}
     handles = []
     for layer in module.modules():
         if not parametrize.is_parametrized(layer, "weight") or weight_quantizer(layer).step is None:
             continue
         if config.step != "paper" or config.granularity == AUTO:
-            handles.append(layer.register_forward_pre_hook(_Chooser(config)))
+            handles.append(layer.register_forward_pre_hook(_Chooser(config, chosen)))
     try:
         module.eval()
         module(*inputs)
@@ -53,17 +54,20 @@ def choose_steps(prepared: Prepared, inputs: Sequence[Tensor]) -> None:
 
 
 class _Chooser:
-    """Chooses the step of a layer when it is called for the first time."""
+    """Chooses the step of a layer when it is called for the first time; layers of one weight share it."""
 
-    def __init__(self, config: QuantConfig) -> None:
-        self.config, self.done = config, False
+    def __init__(self, config: QuantConfig, chosen: dict[Any, Step]) -> None:
+        self.config, self.chosen, self.done = config, chosen, False
 
     def __call__(self, layer: nn.Module, arguments: tuple[Any, ...]) -> None:
         if self.done:
             return
         self.done = True
         problem = _LayerProblem.of(layer, arguments[0])
-        weight_quantizer(layer).set_step(problem.choose(self.config))
+        key = (master_weight(layer).data_ptr(), problem.weight.shape, problem.operator.transposed)
+        if key not in self.chosen:
+            self.chosen[key] = problem.choose(self.config)
+        weight_quantizer(layer).set_step(self.chosen[key])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +99,10 @@ class _LayerProblem:
         power = self._power(torch.from_numpy(self.weight))
         granularity = "tensor" if self.operator.transposed else config.granularity
         steps = candidates(self.weight, self.k, config.step, granularity, self.importance)
-        return choose_step(steps, lambda step: self.output_error(step) / power if power else 0.0, self.k)
+        size = self.weight.size // len(self.weight)
+        return choose_step(
+            steps, lambda step: self.output_error(step) / power if power else 0.0, self.k, size
+        )
 
     def output_error(self, step: Step) -> float:
         """Return the squared error of the output, summed over everything but the mean of each channel."""

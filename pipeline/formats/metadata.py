@@ -103,8 +103,9 @@ def _plain(value: Any) -> Any:
 def _array(value: Any, dtype: type[np.generic]) -> NDArray[Any]:
     if isinstance(value, str):
         kind = _TYPES["f" if dtype is np.float32 else "i"]
-        return np.frombuffer(base64.b64decode(value, validate=True), kind).astype(dtype)
+        numbers: NDArray[Any] = np.frombuffer(base64.b64decode(value, validate=True), kind)
+        return numbers.astype(dtype)
     return np.asarray(value, dtype)
 
 
-_TYPES = {"f": np.dtype("<f4"), "i": np.dtype("<i2")}
+_TYPES: dict[str, np.dtype[Any]] = {"f": np.dtype("<f4"), "i": np.dtype("<i2")}

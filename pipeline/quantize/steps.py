@@ -38,7 +38,11 @@ MINIMUM_GAIN_DB: Final = {1: 0.5, 2: 0.5, 3: 0.5, 4: 1.0, 5: 1.5, 6: 2.5, 7: 3.0
 """Least fall of the error for which λ*σ is left: normal weights, 144 a channel, gain up to this by chance."""
 
 CHANNEL_GAIN_DB: Final = 1.0
-"""Least fall of the error for which a fitted step per tensor gives way to one per channel."""
+"""Least fall of the error for which one step per tensor gives way to one per channel."""
+
+SMALL_CHANNEL: Final = 64
+SMALL_CHANNEL_GAIN_DB: Final = 6.0
+"""The same where a channel has fewer weights than `SMALL_CHANNEL`, which take fewer bytes than its step."""
 
 # A piece of this size stays in the cache of a core while its error is computed.
 _PIECE: Final = 2**16
@@ -94,16 +98,19 @@ PAPER: Final = Step()
 """λ*σ per tensor ([P], equation 10)."""
 
 
-def choose_step(candidates: Iterable[Step], error: Callable[[Step], float], k: int) -> Step:
+def choose_step(
+    candidates: Iterable[Step], error: Callable[[Step], float], k: int, channel_size: int
+) -> Step:
     """Choose among steps, ordered by the bytes that they cost.
 
-    One takes the place of another only if it lowers the error by `MINIMUM_GAIN_DB` (from λ*σ) or
-    `CHANNEL_GAIN_DB` (from tensor to channel).
+    One takes the place of another only if it lowers the error by `MINIMUM_GAIN_DB` (from λ*σ) and by
+    `CHANNEL_GAIN_DB` or `SMALL_CHANNEL_GAIN_DB` (from tensor to channel).
 
     Args:
         candidates: the steps, at least one.
         error: what to lower.
         k: width in bits.
+        channel_size: number of weights in a channel.
 
     Returns:
         The choice, with its error.
@@ -114,8 +121,8 @@ def choose_step(candidates: Iterable[Step], error: Callable[[Step], float], k: i
         gain = 0.0
         if best is not None and best.name == "paper" and step.name != "paper":
             gain = MINIMUM_GAIN_DB[k]
-        elif best is not None and best.granularity != step.granularity:
-            gain = CHANNEL_GAIN_DB
+        if best is not None and best.granularity != step.granularity:
+            gain = max(gain, SMALL_CHANNEL_GAIN_DB if channel_size < SMALL_CHANNEL else CHANNEL_GAIN_DB)
         value = error(step)
         if best is None or value < least * 10 ** (-gain / 10):
             best, least = replace(step, error=value), value

@@ -303,8 +303,8 @@ def _warnings(report: Report) -> list[str]:
 def _poor_layers(layers: list[Layer]) -> list[str]:
     """Return a warning that names the layers which lose most by the rounding of their weights, if any do.
 
-    The loss is that of the layer's output where it was measured, else that of the weights; normal weights lose
-    `LOSS` of both.
+    The loss is that of the layer's output where it was measured, else that of the weights; normal weights
+    lose `LOSS` of both.
     """
     from ul2q.pipeline.quantize.ul2q import LOSS  # reading a report needs no numerical library
 

@@ -331,7 +331,7 @@ class _Cloning:
             codes, grid = MuL2Q(step).quantize(w, k, step.granularity, 0)
             return float(np.sum((w - dequantize(codes, grid)).astype(np.float64) ** 2))
 
-        return choose_step(candidates(w, k, self.config.step, granularity), error, k)
+        return choose_step(candidates(w, k, self.config.step, granularity), error, k, w.size // len(w))
 
     def _with_activation(self, layer: Any, signal: _Signal) -> _Signal:
         """Return ``signal`` behind the activation that is part of ``layer``."""

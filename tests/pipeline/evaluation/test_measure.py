@@ -120,15 +120,16 @@ def test_activations_are_those_of_the_sites(deployed: Any) -> None:
         assert row["fit"] in row["errors"]
         quantizer = quantizers[row["name"]]
         assert (row["min"], row["max"]) == (quantizer.stats.low, quantizer.stats.high)
-        assert row["error"] == min(error for error in row["errors"].values() if error is not None)
+        assert row["error"] == row["errors"][row["fit"]]
 
 
 def test_the_plan_has_the_same_rows_without_measurements(
     rows: dict[str, dict[str, Any]], deployed: Any
 ) -> None:
-    measured = {"alpha", "beta", "sqnr_db", "loss", "histogram", "bytes_quantized"}
+    measured = {"alpha", "beta", "sqnr_db", "loss", "histogram", "bytes_quantized", "step", "granularity",
+                "output_error"}  # fmt: skip
     for row in measure.planned_layers(deployed.prepared):
-        assert measured & row.keys() == {"bytes_quantized"}
+        assert measured & row.keys() == {"bytes_quantized", "step", "granularity"}
         assert row["bytes_quantized"] == (None if row["quantized"] else row["bytes_float"])
         whole = {key: value for key, value in rows[row["name"]].items() if key not in measured}
         assert {key: value for key, value in row.items() if key not in measured} == whole

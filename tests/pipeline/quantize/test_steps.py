@@ -120,7 +120,9 @@ def test_normal_weights_keep_the_step_of_the_paper(k: int) -> None:
 
 
 def chosen(w: np.ndarray, k: int) -> Step:
-    return choose_step(candidates(w, k), lambda step: float(np.sum((w - quantized(w, k, step)[0]) ** 2)), k)
+    return choose_step(
+        candidates(w, k), lambda step: float(np.sum((w - quantized(w, k, step)[0]) ** 2)), k, w[0].size
+    )
 
 
 @pytest.mark.parametrize("make", [outlier, laplace, one_large])
@@ -180,11 +182,11 @@ def test_a_costlier_step_needs_a_real_gain() -> None:
 
     gain = 10 ** (-steps.MINIMUM_GAIN_DB[4] / 10)
     errors |= {"tensor": 1.01 * gain, "channel": 1.01 * gain}
-    assert choose_step([PAPER, one, two], error, 4).name == "paper"
+    assert choose_step([PAPER, one, two], error, 4, 100).name == "paper"
     errors["channel"] = 0.99 * gain
-    assert choose_step([PAPER, one, two], error, 4).granularity == "channel"
+    assert choose_step([PAPER, one, two], error, 4, 100).granularity == "channel"
     errors["tensor"] = 0.99 * gain
-    assert choose_step([PAPER, one, two], error, 4).granularity == "tensor"
+    assert choose_step([PAPER, one, two], error, 4, 100).granularity == "tensor"
 
 
 def test_constant_channels_stay_constant() -> None:
