@@ -20,6 +20,9 @@ from ul2q.pipeline.evaluation.parity import Comparison, run_with_codes, verify
 from ul2q.runtimes import onnxruntime as runtime
 from ul2q.runtimes.cpu import kernels_saturate
 
+#: every layer has codes to compare, and small networks have no weights beyond ±64
+AS_PUBLISHED = {"step": "paper", "granularity": "tensor"}
+
 
 class Mixed(nn.Module):
     """Integers, a float operator, integers."""
@@ -38,13 +41,13 @@ class Mixed(nn.Module):
 def integers(deploy: Any) -> Any:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
-    return deploy(net, [torch.randn(40, 6)], wbits=8)
+    return deploy(net, [torch.randn(40, 6)], wbits=8, **AS_PUBLISHED)
 
 
 @pytest.fixture(scope="module")
 def mixed(deploy: Any) -> Any:
     torch.manual_seed(0)
-    return deploy(Mixed(), [torch.randn(40, 6)], wbits=8)
+    return deploy(Mixed(), [torch.randn(40, 6)], wbits=8, **AS_PUBLISHED)
 
 
 def tampered(deployed: Any, path: Path, changes: dict[str, Callable[[Any], Any]]) -> Path:
@@ -164,7 +167,9 @@ def wide(deploy: Any) -> Any:
     torch.manual_seed(0)
     linear = nn.Linear(64, 8)
     linear.weight.data = torch.randn(8, 64).sort(1).values
-    return deploy(linear, [torch.rand(40, 64) + torch.tensor([0.0, 1.0]).repeat(20)[:, None]], wbits=8)
+    return deploy(
+        linear, [torch.rand(40, 64) + torch.tensor([0.0, 1.0]).repeat(20)[:, None]], wbits=8, **AS_PUBLISHED
+    )
 
 
 def test_a_file_is_verified_in_a_plain_and_an_accurate_session(wide: Any) -> None:
