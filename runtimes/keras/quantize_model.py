@@ -3,7 +3,8 @@
 An activation is rounded where integer kernels round (see `ul2q.pipeline.graph.prepare`): the input, the
 output of a convolution or dense layer with the batch norm and ReLU behind it, of an addition, a product, a
 concatenation, an average. Layers that only move numbers keep the grid; all others compute in float, and an
-integer layer that reads them gets a quantiser before it.
+integer layer that reads them gets a quantiser before it. The output of a dense layer that only float layers
+or nothing reads stays in float.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ class _Signal:
         uses: number of layers that read it.
         rounded: the signal behind its quantiser, once that exists.
         clip: (low, high) of the ReLU that is fused behind its anchor, or None.
+        float_kernel: whether the kernel of the anchor can leave its result in float.
+        stays_float: whether it does: no layer on integers reads it.
     """
 
     tensor: Any
@@ -67,6 +70,8 @@ class _Signal:
     uses: int = 1
     rounded: _Signal | None = None
     clip: tuple[float, float | None] | None = None
+    float_kernel: bool = False
+    stays_float: bool = False
 
 
 def quantize_model(
@@ -142,7 +147,7 @@ class _Cloning:
     def __init__(self, model: keras.Model, config: QuantConfig, fit: str) -> None:
         self.model, self.config, self.fit, self.abits = model, config, fit, config.abits
         self.excluded = self._excluded(config.exclude)
-        self.uses = _uses(model)
+        self.readers = self._readers()
         self.copies: dict[Any, Any] = {}
         self.calls: Counter[str] = Counter()  # quantisers behind each layer
         self.quantized = 0
@@ -154,12 +159,13 @@ class _Cloning:
             for t, name in zip(self.model.inputs, names, strict=True)
         ]
         signals = [_Signal(tensor, source=name) for tensor, name in zip(inputs, names, strict=True)]
-        remaining = iter(self.uses)
+        remaining = iter(self.readers)
 
         def visit(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             results = self._visit(layer, args, kwargs)
-            for signal, uses in zip(keras.tree.flatten(results), next(remaining), strict=True):
-                signal.uses = uses
+            for signal, readers in zip(keras.tree.flatten(results), next(remaining), strict=True):
+                signal.uses = readers.uses
+                signal.stays_float = signal.float_kernel and not readers.on_codes()
             return results
 
         outputs = [self._rounded(s).tensor for s in walk(self.model, signals, visit)]
@@ -169,6 +175,31 @@ class _Cloning:
         return keras.Model(
             inputs[0] if single else inputs, outputs[0] if single else outputs, name=self.model.name
         )
+
+    def _readers(self) -> list[list[_Readers]]:
+        """Return what reads the outputs of each layer, the model's own outputs included, in order."""
+        calls: list[list[_Readers]] = []
+
+        def visit(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            made = keras.tree.map_structure(lambda _: _Readers(), _outputs(layer))
+            calls.append(keras.tree.flatten(made))
+            moves = _moves(layer) or isinstance(layer, layers.BatchNormalization)
+            for source in keras.tree.flatten((args, kwargs)):
+                if isinstance(source, _Readers):
+                    source.uses += 1
+                    source.integer |= self._reads_codes(layer)
+                    source.behind += calls[-1] if moves else []
+            return made
+
+        for output in walk(self.model, [_Readers() for _ in self.model.inputs], visit):
+            output.uses += 1
+        return calls
+
+    def _reads_codes(self, layer: Any) -> bool:
+        """Return whether ``layer`` takes part in integer arithmetic where its input has codes."""
+        if type(layer) in WEIGHTED_LAYERS or isinstance(layer, layers.SeparableConv2D):
+            return not isinstance(layer, layers.Conv2DTranspose) and layer.name not in self.excluded
+        return _is_relu(layer) or _chain(layer) is not None or integer_operator(layer) is not None
 
     def _excluded(self, patterns: Sequence[str]) -> set[str]:
         names = [
@@ -209,7 +240,7 @@ class _Cloning:
         tensor = self._call(
             layer, args, kwargs, {id(s): r.tensor for s, r in zip(signals, rounded, strict=True)}
         )
-        moves = (kind in MOVING_LAYERS and _nearest(layer)) or _is_relu(layer, plain=True)
+        moves = _moves(layer) or _is_relu(layer, plain=True)
         if keras.tree.is_nested(tensor):
             return keras.tree.map_structure(lambda t: _Signal(t, source=name), tensor)
         return _Signal(tensor, coded=moves and all(s.coded for s in rounded), source=name)
@@ -241,13 +272,15 @@ class _Cloning:
         else:
             return None
         tensor = self._call(layer, (signal,), {}, {id(signal): signal.tensor})
-        return _Signal(tensor, anchor=signal.anchor, source=layer.name, open_to=left, clip=clip)
+        fused = _Signal(tensor, anchor=signal.anchor, source=layer.name, open_to=left, clip=clip)
+        fused.float_kernel = signal.float_kernel and clip is None
+        return fused
 
     # Quantisers
 
     def _rounded(self, signal: _Signal) -> _Signal:
         """Return ``signal`` behind the quantiser that its anchor needs."""
-        if signal.anchor is None or self.abits == 32:
+        if signal.anchor is None or signal.stays_float or self.abits == 32:
             return signal
         if signal.rounded is None:
             signal.rounded = self._quantizer(signal, signal.anchor)
@@ -277,7 +310,9 @@ class _Cloning:
         source = self._for_integer(signal) if integer else self._rounded(signal)
         tensor = self._twin(WEIGHTED_LAYERS[type(layer)], config, layer, layer.weights, source.tensor)
         anchor, left = (layer.name, ("norm", "relu")) if integer else (None, ())
-        return self._with_activation(layer, _Signal(tensor, anchor=anchor, source=layer.name, open_to=left))
+        float_kernel = isinstance(layer, layers.Dense) and not self.config.as_published
+        signal = _Signal(tensor, anchor=anchor, source=layer.name, open_to=left, float_kernel=float_kernel)
+        return self._with_activation(layer, signal)
 
     def _separable(self, layer: Any, signal: _Signal) -> _Signal:
         """Return the depthwise and the pointwise layer one behind the other, with a rounding between."""
@@ -343,6 +378,7 @@ class _Cloning:
             relu = self._once(layer, "relu", lambda name: layers.ReLU(limit, name=name))
             return _Signal(relu(signal.tensor), anchor=signal.anchor, source=layer.name, clip=(0.0, limit))
         activation = self._once(layer, "activation", lambda name: layers.Activation(function, name=name))
+        signal.stays_float = signal.float_kernel and not self._reads_codes(activation)
         return cast(_Signal, self._visit(activation, (signal,), {}))
 
     def _once(self, layer: Any, part: str, make: Callable[[str], Any]) -> Any:
@@ -373,28 +409,23 @@ def _chain(layer: Any) -> Any:
     return None
 
 
-class _Token:
-    """A value that counts how often it is read."""
+class _Readers:
+    """What reads a value.
+
+    Attributes:
+        uses: how often it is read.
+        integer: whether a layer on codes reads it.
+        behind: what reads it after a layer that moves it, or a batch norm.
+    """
 
     def __init__(self) -> None:
         self.uses = 0
+        self.integer = False
+        self.behind: list[_Readers] = []
 
-
-def _uses(model: keras.Model) -> list[list[int]]:
-    """Return how often the outputs of each layer are read, the model's own outputs included, in order."""
-    calls: list[list[_Token]] = []
-
-    def visit(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for token in keras.tree.flatten((args, kwargs)):
-            if isinstance(token, _Token):
-                token.uses += 1
-        made = keras.tree.map_structure(lambda _: _Token(), _outputs(layer))
-        calls.append(keras.tree.flatten(made))
-        return made
-
-    for token in walk(model, [_Token() for _ in model.inputs], visit):
-        token.uses += 1
-    return [[token.uses for token in tokens] for tokens in calls]
+    def on_codes(self) -> bool:
+        """Return whether a layer on codes reads the value, moved or not."""
+        return self.integer or any(readers.on_codes() for readers in self.behind)
 
 
 def _outputs(layer: Any) -> Any:
@@ -420,5 +451,7 @@ def _relu_limit(layer: Any) -> float | None:
     return None if _is_relu(layer, plain=True) else 6.0
 
 
-def _nearest(layer: Any) -> bool:
-    return getattr(layer, "interpolation", "nearest") == "nearest"
+def _moves(layer: Any) -> bool:
+    """Return whether ``layer`` only moves or selects elements."""
+    nearest = getattr(layer, "interpolation", "nearest") == "nearest"
+    return type(layer).__name__ in MOVING_LAYERS and nearest

@@ -120,3 +120,57 @@ def test_quantisers_come_back_from_their_configuration() -> None:
     copy = EMAQuantizer.from_config(quantizer.get_config())
     assert (copy.fit, copy.behind, copy.clip) == ("normal", "conv", (0.0, None))
     assert "clip" not in EMAQuantizer().get_config()
+
+
+def quantizers(model: keras.Model) -> list[str]:
+    return [layer.name for layer in model.layers if isinstance(layer, EMAQuantizer)]
+
+
+@pytest.mark.parametrize("end", ["output", "softmax", "inside", "moved", "norm"])
+def test_a_dense_layer_that_no_integers_read_stays_in_float(end: str, tmp_path: Path) -> None:
+    keras.utils.set_random_seed(0)
+    start = keras.Input(ROWS)
+    x = layers.Dense(8, activation="relu", name="a")(start)
+    y = layers.Dense(6, activation="softmax" if end == "inside" else None, name="head")(x)
+    if end == "softmax":
+        y = layers.Softmax()(y)
+    elif end == "moved":
+        y = layers.Flatten()(layers.Dropout(0.1)(y))
+    elif end == "norm":
+        y = layers.BatchNormalization()(y)
+    model, path = keras.Model(start, y), tmp_path / "model.onnx"
+    values = np.random.default_rng(0).standard_normal((32, *ROWS)).astype(np.float32)
+    quantized = quantize_model(model, 4)
+    assert len(quantizers(quantized)) == 2
+    assert "head_quantizer" not in quantizers(quantized)
+    assert "head_quantizer" in quantizers(quantize_model(model, 4, step="paper"))
+    calibrate(quantized, [values])
+    lowered = to_onnx(quantized, path).lowered
+    assert "head" not in lowered.code_formats
+    assert lowered.output_scales == (None,)
+    session = runtime.session(path)
+    expected = next(iter(runtime.run(session, {session.get_inputs()[0].name: values}).values()))
+    tolerance = 1e-6 if end in ("softmax", "inside") else 0
+    actual = np.asarray(load_onnx(path)(values))
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance)
+    # The file rounds biases to units of the accumulator.
+    trained = np.asarray(quantized(values))
+    np.testing.assert_allclose(trained, expected, rtol=0, atol=1e-3)
+
+
+def test_a_dense_layer_that_integers_read_too_is_rounded() -> None:
+    keras.utils.set_random_seed(0)
+    start = keras.Input(ROWS)
+    x = layers.Dense(8, name="a")(start)
+    y = layers.Dense(6, name="b")(layers.Dropout(0.1)(x))
+    quantized = quantize_model(keras.Model(start, [x, y]), 4)
+    assert quantizers(quantized)[1:] == ["a_quantizer"]
+
+
+def test_a_quantiser_behind_the_last_layer_is_kept(tmp_path: Path) -> None:
+    """Models of earlier versions have one: their files round there as they did."""
+    keras.utils.set_random_seed(0)
+    start = keras.Input(ROWS)
+    model = quantize_model(keras.Model(start, layers.Dense(6, name="head")(start)), 4, step="paper")
+    calibrate(model, [np.random.default_rng(0).standard_normal((32, *ROWS)).astype(np.float32)])
+    assert to_onnx(model, tmp_path / "model.onnx").lowered.output_scales != (None,)
