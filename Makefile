@@ -8,6 +8,9 @@ READY := $(VENV)/ready
 # Without compiling what may never be imported: that takes longer than all imports of the demo.
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile --editable
 
+# Tests start many short processes: without compiled modules each would compile all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint format bench docs audit clean
 

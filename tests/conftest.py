@@ -114,17 +114,19 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def torchlib_registered_once() -> Iterator[None]:
-    """Build the table of ONNX operators of torch once per process: half of the time of a small export.
+    """Build the table of ONNX operators of torch once per process, and that of what it decomposes.
 
-    torch.onnx builds it anew for each export, and adds the translations of that export to it; each therefore
-    gets a copy. Subprocesses of tests export without this.
+    torch.onnx builds them anew for each export, which takes as long as a small network; each export adds its
+    own translations, and therefore gets copies. Subprocesses of tests export without this.
     """
     if "torch" not in sys.modules:  # no collected test exports
         yield
         return
+    from torch.onnx._internal.exporter import _decomp
     from torch.onnx._internal.exporter._registration import ONNXRegistry
 
     build = functools.cache(ONNXRegistry.from_torchlib)
+    table = functools.cache(_decomp.create_onnx_friendly_decomposition_table)
 
     def copied(opset_version: int = ONNXRegistry().opset_version) -> ONNXRegistry:
         whole, copy = build(opset_version), ONNXRegistry()
@@ -134,6 +136,9 @@ def torchlib_registered_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(copied))
+        patch.setattr(
+            _decomp, "create_onnx_friendly_decomposition_table", lambda known: dict(table(frozenset(known)))
+        )
         yield
 
 
