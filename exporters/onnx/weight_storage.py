@@ -12,10 +12,8 @@ ONNX Runtime folds these nodes when it loads the file; what remains in memory is
 QuantizeLinear and QLinearConv compute multiplier·q + offset, with an offset of the tensor or of each channel.
 In ``planes`` the scale is 1/multiplier, times the place of the field in its byte, and the zero point is the
 stored weight of the lowest code. In ``groups`` the convolution is depthwise, and its kernel reaches over the
-bytes of a group: masked bytes times powers of two are codes, its bias or zero point is the offset. All results
-are integers far below 2^24, so that rounding in float32 changes none of them.
-
-@@TABLE@@
+bytes of a group: masked bytes times powers of two are codes, its bias or zero point is the offset. All
+results are integers far below 2^24, so that rounding in float32 changes none of them.
 """
 
 from __future__ import annotations

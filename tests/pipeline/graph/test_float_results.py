@@ -139,14 +139,14 @@ def reader(run: Callable[[Any, Tensor], Any], **members: nn.Module) -> list[str]
 
 
 READERS: list[tuple[Callable[[Any, Tensor], Any], list[str]]] = [
-    (lambda s, y: y, ["a"]),
-    (lambda s, y: y.unsqueeze(1)[:, :, 1:], ["a"]),
-    (lambda s, y: torch.tanh(y), ["a"]),
-    (lambda s, y: y * 2, ["a"]),
-    (lambda s, y: F.relu(y), []),
-    (lambda s, y: F.hardtanh(y), []),
-    (lambda s, y: torch.sigmoid(y), []),
-    (lambda s, y: y + y, []),
+    (lambda _, y: y, ["a"]),
+    (lambda _, y: y.unsqueeze(1)[:, :, 1:], ["a"]),
+    (lambda _, y: torch.tanh(y), ["a"]),
+    (lambda _, y: y * 2, ["a"]),
+    (lambda _, y: F.relu(y), []),
+    (lambda _, y: F.hardtanh(y), []),
+    (lambda _, y: torch.sigmoid(y), []),
+    (lambda _, y: y + y, []),
     (lambda s, y: s.b(y), []),
     (lambda s, y: (y, s.b(y.unsqueeze(1)[:, 0])), []),
 ]
