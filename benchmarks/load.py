@@ -2,8 +2,8 @@
 
 ResNet-18 with random weights is compressed to every width, with one grid a tensor and one a channel, in the
 storages ``table`` (k bits a weight) and ``fast`` (int8), and quantised by onnxruntime.quantization. Each file
-is loaded in fresh processes, in alternation: CPU time of creating the session on one thread, and peak resident
-memory. With ``--wasm`` the same files are loaded by onnxruntime-web, see load_wasm.mjs.
+is loaded in fresh processes, in alternation: CPU time of creating the session on one thread, and peak
+resident memory. With ``--wasm`` the same files are loaded by onnxruntime-web, see load_wasm.mjs.
 
     python benchmarks/load.py
     npm install --prefix build/web onnxruntime-web && python benchmarks/load.py --wasm build/web
