@@ -140,18 +140,10 @@ def _slice(conversion: Conversion, operator: Operator) -> None:
     keep(conversion, operator, value, layer(value.tensor))
 
 
-def _maximum(conversion: Conversion, operator: Operator) -> None:
-    """Pass a Max of one operand on: files separate float layers by it."""  # noqa: DOC501
-    if len(operator.inputs) != 1:
-        raise refuse(conversion, operator, "of several operands")
-    _identity(conversion, operator)
-
-
 #: by ONNX operator
 HANDLERS: dict[str, Handler] = {
     "Pad": _pad,
     "Identity": _identity,
-    "Max": _maximum,
     "Dropout": _identity,
     "Reshape": _reshape,
     "Flatten": _reshape,

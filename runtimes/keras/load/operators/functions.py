@@ -15,6 +15,9 @@ from ul2q.runtimes.keras.load.network import Operator
 
 def _clip(conversion: Conversion, operator: Operator) -> None:
     value = conversion.value(operator)
+    if operator.op == "Max" and len(operator.inputs) == 1:  # separates a float layer from codes
+        conversion.values[operator.outputs[0]] = value
+        return
     low: Any = 0.0 if operator.op == "Relu" else conversion.constant(operator, 1)
     high: Any = conversion.constant(operator, 2) if operator.op == "Clip" else None
     if value.coded and value.format is not None and operator.op != "Relu":
