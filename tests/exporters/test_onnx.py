@@ -231,7 +231,7 @@ def test_the_file_gives_the_codes_of_torch_on_integer_kernels(
     counts = runtime.operators(deployment.path)
     assert set(counts) <= INTEGER | MOVING | ENDS
     assert counts["QuantizeLinear"] == len(deployment.inputs)
-    assert counts["DequantizeLinear"] <= len(runtime.session(deployment.path).get_outputs())
+    assert counts.get("DequantizeLinear", 0) <= len(runtime.session(deployment.path).get_outputs())
     # The accurate kernels load the file, too, and compute the same as those of a plain session.
     options = ort.SessionOptions()
     options.add_session_config_entry("session.x64quantprecision", "1")

@@ -48,7 +48,7 @@ def test_files_run_on_integer_kernels_code_for_code(
 ) -> None:
     deployed = deploy(captured, [X], wbits=wbits, quantizer=quantizer, granularity=granularity)
     parity = deployed.verify()
-    assert parity.sites == 4
+    assert parity.sites == 3  # the head leaves its result in float
     assert parity.differing_codes == 0
     assert parity.max_abs == 0
     kinds = deployed.operators()
