@@ -141,11 +141,14 @@ def _fine_form(alpha: np.ndarray, beta: np.ndarray, k: int) -> _Form | None:
     return min(forms, key=error)
 
 
-def _common_offset(alpha: Array, beta: Array, xp: Namespace = np) -> Array:
-    """Return the offset common to all channels that minimises the sum of their squared 8-bit steps."""
+def _common_offset(alpha: Array, beta: Array, xp: Namespace = np, varying: Array | None = None) -> Array:
+    """Return the offset that minimises the sum of the squared 8-bit steps of all or the varying channels."""
     offsets = ul2q.constant(np.arange(-126.0, 127.0)[:, None], alpha, xp)
     steps = _reaching(alpha[None, :], beta[None, :], 8, _Form(1, offsets, offsets), xp)
-    return ul2q.cast(xp.argmin(ul2q.tree_sum(steps * steps)), "float64", xp) - 126
+    squares = steps * steps
+    if varying is not None:
+        squares = xp.where(varying[None, :], squares, squares * 0)
+    return ul2q.cast(xp.argmin(ul2q.tree_sum(squares)), "float64", xp) - 126
 
 
 def _choose_form(alpha: np.ndarray, beta: np.ndarray, k: int) -> _Form:
@@ -264,7 +267,7 @@ def snapped_levels(alpha: Array, beta: Array, k: int, xp: Namespace) -> tuple[Ar
         new, offset = _place(wide, centre, k, form, xp)
         return new, new / float(form.multiplier) * (ul2q.cast(offset, "float32", xp) - form.multiplier / 2)
 
-    last = _last_form(wide, centre, k, xp)
+    last = _last_form(wide, centre, k, xp, varying)
     if last is not None:
         step, snapped = placed(last)
     forms = _fine_forms(k) if k <= 5 else [_Form.bounded(k, 1, SATURATION_FREE)] * (k == 6)
@@ -275,12 +278,12 @@ def snapped_levels(alpha: Array, beta: Array, k: int, xp: Namespace) -> tuple[Ar
     return xp.where(varying, step, alpha), xp.where(varying, snapped, beta)
 
 
-def _last_form(alpha: Array, beta: Array, k: int, xp: Namespace) -> _Form | None:
+def _last_form(alpha: Array, beta: Array, k: int, xp: Namespace, varying: Array) -> _Form | None:
     """Return the form where no saturation-free one fits; None where that depends on the errors of all."""
     if len(alpha.shape) == 0:
         return _Form(1, -INT8_LIMIT, INT8_LIMIT)
     if k == 8:
-        o = _common_offset(alpha, beta, xp)
+        o = _common_offset(alpha, beta, xp, varying)
         return _Form(1, o, o)
     return _Form.bounded(k, 1, INT8_LIMIT) if k > 5 else None
 

@@ -148,7 +148,8 @@ def test_transposed_convolution_and_images_out(deploy: Callable[..., Any], rng: 
 def test_float_layers_stay_float(deploy: Callable[..., Any], rng: np.random.Generator) -> None:
     torch.manual_seed(0)
     x = rng.normal(size=(32, 2, 16, 16)).astype(np.float32)
-    deployment = deploy(Pools().eval(), [torch.from_numpy(x)], wbits=2, exclude=("stem", "grouped", "head"))
+    options = {"exclude": ("stem", "grouped", "head"), "step": "paper", "granularity": "tensor"}
+    deployment = deploy(Pools().eval(), [torch.from_numpy(x)], wbits=2, **options)
     model = load_onnx(deployment.path)
     expected = next(iter(runtime.run(runtime.session(deployment.path), x).values()))
     difference = np.abs(run_with_codes(model, x)[0][0] - expected)
