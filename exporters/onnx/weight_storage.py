@@ -22,9 +22,9 @@ WebAssembly computes QLinearConv slowly: ``planes`` would take 1.7 to 2.0 there 
 2.2 to 2.4, and 1.9 times the memory):
 
     bits, grid                  2 tensor  2 channel  4 tensor  4 channel  7 tensor  7 channel  ``fast``
-    CPU time                         1.7        2.0       2.0        2.1       2.5        2.7       1.0
-    peak memory of the process       1.3        1.6       1.5        1.6       1.7        1.8       1.0
-    CPU time in WebAssembly          2.3        3.7       3.3        3.9       4.4        4.4       1.2
+    CPU time                         1.5        1.9       1.8        2.2       2.3        2.7       1.0
+    peak memory of the process       1.3        1.6       1.5        1.6       1.7        1.9       1.0
+    CPU time in WebAssembly          1.7        2.6       2.4        2.4       2.7        2.8       0.9
 """
 
 from __future__ import annotations
