@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Self
 
-from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.errors import UsageError, listed
 from ul2q.pipeline.quantize.option_values import ACT_FITS, AUTO, GRANULARITIES, STEPS
 from ul2q.pipeline.quantize.registry import DEFAULT_QUANTIZER, check_quantizer
 
@@ -57,7 +57,9 @@ class _Config:
         """
         known = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
         if unknown := sorted(set(values) - known):
-            raise UsageError(f"unknown configuration keys {unknown}: known are {sorted(known)}")
+            raise UsageError(
+                f"unknown configuration keys {listed(unknown)}: known are {listed(sorted(known))}"
+            )
         return cls(**{key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
 
 
@@ -171,6 +173,8 @@ class TrainConfig(_Config):
         arch: name in ``ul2q.models``.
         data: data source, by name or path.
         optimizer: kfac, sgd or adam.
+        mean: mean of each channel, subtracted after scaling to 0..1 (default: the source's).
+        std: standard deviation of each channel, divided by after that (default: the source's).
         resize: side that images are resized to, or with ``crop`` their shorter side (default: the source's).
         crop: side of the centre crop after resizing (default: the source's).
         recipe: name of a schedule in ``ul2q.pipeline.training.step_recipes``: ``osawa-…`` for kfac,
@@ -202,6 +206,8 @@ class TrainConfig(_Config):
     arch: str
     data: str
     optimizer: str = "kfac"
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
     resize: int | None = None
     crop: int | None = None
     recipe: str | None = None

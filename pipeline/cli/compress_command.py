@@ -13,13 +13,18 @@ from ul2q.pipeline.cli.options import (
     Crop,
     Data,
     Debug,
+    Ignore,
     Json,
+    Mean,
     Overwrite,
     Quiet,
     Resize,
+    Std,
     TrustPickle,
+    Weights,
     model_source,
     numbers,
+    preprocess_options,
     print_report,
     quant_config,
     shown,
@@ -42,6 +47,8 @@ def compress(
     abits: Annotated[int | None, typer.Option(help="Bits of an activation: 8, or 32 for float.")] = None,
     arch: Arch = None,
     arch_args: ArchArgs = None,
+    weights: Weights = None,
+    ignore: Ignore = None,
     data: Data = None,
     epochs: Annotated[int | None, typer.Option(help="Epochs of fine-tuning: 5 up to 4 bits, else 0.")] = None,
     step: Annotated[
@@ -60,10 +67,8 @@ def compress(
         list[str] | None, typer.Option(metavar="PATTERN", help="Layers to leave in float; may be repeated.")
     ] = None,
     input_shape: Annotated[str | None, typer.Option(metavar="C,H,W", help="Shape of one input.")] = None,
-    mean: Annotated[str | None, typer.Option(metavar="M,...", help="Mean of each input channel.")] = None,
-    std: Annotated[
-        str | None, typer.Option(metavar="S,...", help="Standard deviation of each channel.")
-    ] = None,
+    mean: Mean = None,
+    std: Std = None,
     resize: Resize = None,
     crop: Crop = None,
     opset: Annotated[int | None, typer.Option(help="ONNX opset of the file.")] = None,
@@ -115,18 +120,12 @@ def compress(
         "exclude": exclude or None, "opset": opset, "storage": storage, "target": target,
         "seed": seed,
     }  # fmt: skip
-    preprocess = {
-        "mean": numbers(mean, "--mean", float),
-        "std": numbers(std, "--std", float),
-        "resize": resize,
-        "crop": crop,
-    }
     result = compress_file(
-        model_source(model, arch, arch_args, trust_pickle),
+        model_source(model, arch, arch_args, trust_pickle, weights, ignore),
         quant_config(config, without_none(overrides)),
         data=data,
         input_shape=numbers(input_shape, "--input-shape", int),
-        preprocess=without_none(preprocess) or None,
+        preprocess=preprocess_options(mean, std, resize, crop) or None,
         output=output,
         overwrite=overwrite,
         resume=resume,

@@ -12,9 +12,12 @@ from ul2q.pipeline.cli.options import (
     Data,
     Debug,
     Json,
+    Mean,
     Overwrite,
     Quiet,
     Resize,
+    Std,
+    preprocess_options,
     print_json,
     shown,
     start,
@@ -27,6 +30,8 @@ from ul2q.pipeline.errors import UsageError
 def train(
     arch: Annotated[str, typer.Argument(metavar="ARCH", help="A network by name, for example lenet5.")],
     data: Data = None,
+    mean: Mean = None,
+    std: Std = None,
     resize: Resize = None,
     crop: Crop = None,
     optimizer: Annotated[str, typer.Option(help="kfac, sgd or adam.")] = "kfac",
@@ -106,7 +111,7 @@ def train(
         "refresh": int(refresh) if refresh is not None and refresh.isdecimal() else refresh,
         "rescale_weights": rescale_weights, "sync_bn": sync_bn, "fisher": fisher,
         "encoder_weights": encoder_weights, "precision": precision,
-        "device": device, "resize": resize, "crop": crop,
+        "device": device, **preprocess_options(mean, std, resize, crop),
     }  # fmt: skip
     config = TrainConfig(arch=arch, data=data, optimizer=optimizer, seed=seed, **without_none(settings))
     with joined(config.device) as first:

@@ -9,13 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ul2q.pipeline.compression.output_formats.base import OutputFormat, WrittenModel
 from ul2q.pipeline.compression.output_formats.registry import PORTABLE
-from ul2q.pipeline.compression.report_fields import written_report
+from ul2q.pipeline.compression.report_fields import test_scores, written_report
 from ul2q.pipeline.compression.run_state import CompressedNetwork, Run
-from ul2q.pipeline.data import Dataset, batches
+from ul2q.pipeline.data import Dataset, DataSplits, batches
+from ul2q.pipeline.data.data_splits import SPLIT_LATER
 from ul2q.pipeline.errors import JobError, UsageError, quantity
 from ul2q.pipeline.evaluation import measure
 from ul2q.pipeline.evaluation.parity import Parity
@@ -77,7 +78,7 @@ def write(
             "size": {f"{output.format.name}_bytes": output.written.bytes for output in outputs} | size,
             **counted,
             "memory": counted["memory"] | measure.memory(files),
-            **_accuracies(run, network, outputs),
+            **_with_runtimes(run, report, outputs),
             "parity": {
                 name: entry
                 for output in outputs
@@ -101,12 +102,18 @@ def _write_checkpoint(run: Run, network: CompressedNetwork, path: Path) -> None:
     record = CheckpointRecord(
         source.arch,
         source.arch_args,
-        data=source.data or run.data.record(),
+        data=source.data or _split_later(run.data),
         preprocess=run.data.preprocess,
         input_shape=run.data.shape,
         classes=run.data.classes,
     )
     save_checkpoint(path, run.model, record, weights=weights)
+
+
+def _split_later(data: DataSplits) -> dict[str, Any]:
+    """Return the record of ``data`` for a network that was trained before they were split."""
+    record = data.record()
+    return {**record, "split": {**record["split"], SPLIT_LATER: True}}
 
 
 def _verified(
@@ -142,33 +149,14 @@ def _verified(
     return _Output(output_format, written, parity)
 
 
-def _accuracies(run: Run, network: CompressedNetwork, outputs: Sequence[_Output]) -> dict[str, Any]:
-    """Return the fields ``accuracy`` and ``metrics``; neither without labelled test samples."""
-    before, after = (_metrics(run, module) for module in (run.model, network.lowered.module))
-    if run.data.test is None or before is None or after is None:
-        return {}
-    scores = {output.format.runtime: _metrics(run, output.format.score(output.written)) for output in outputs}
-    name = run.metric_name
-    return {
-        "accuracy": {
-            "metric": name,
-            "samples": len(run.data.test),
-            "float": before[name],
-            "quantized": after[name],
-            **{runtime: None if metrics is None else metrics[name] for runtime, metrics in scores.items()},
-        },
-        "metrics": {
-            other: {"float": value, "quantized": after.get(other)}
-            for other, value in before.items()
-            if other != name
-        },
-    }
-
-
-def _metrics(run: Run, module: nn.Module) -> dict[str, float] | None:
-    metrics = run.test_metrics(module)
-    return_freed_memory()
-    return metrics
+def _with_runtimes(run: Run, report: Report, outputs: Sequence[_Output]) -> dict[str, Any]:
+    """Return the fields ``accuracy`` and ``metrics`` of the report so far, with the score of each file."""
+    accuracy: dict[str, Any] = dict(report["accuracy"])
+    if accuracy["float"] is not None:
+        for output in outputs:
+            metrics = test_scores(run, output.format.score(output.written))
+            accuracy[output.format.runtime] = None if metrics is None else metrics[run.metric_name]
+    return {"accuracy": accuracy, "metrics": report["metrics"]}
 
 
 def _first_samples(dataset: Dataset, count: int) -> Iterator[Sequence[Tensor]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -84,4 +85,9 @@ def _metadata(run: Run) -> dict[str, str]:
     metadata = {metadata_keys.PREPROCESS: json.dumps(run.data.preprocess.to_dict(), sort_keys=True)}
     if run.source is not None:
         metadata[metadata_keys.SOURCE_SHA256] = run.source.sha256
+        if run.source.data is not None and run.data.unseen(run.source.data) and "digest" in run.data.split:
+            held_out = {"data": Path(run.data.spec).name, "digest": run.data.split["digest"]}
+            metadata[metadata_keys.HELD_OUT] = json.dumps(held_out, sort_keys=True)
+    if run.data.classes is not None:
+        metadata[metadata_keys.CLASSES] = json.dumps(list(run.data.classes), ensure_ascii=False)
     return metadata

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -17,6 +18,8 @@ from ul2q.pipeline.errors import UsageError
 
 #: names of the parts
 PARTS: Final = ("train", "validation", "test")
+#: entry in the record of a split that was made after the network had been trained
+SPLIT_LATER: Final = "after_training"
 
 Parts = Mapping[str, Dataset | None]
 
@@ -63,6 +66,20 @@ class DataSplits:
         """Whether the samples have masks."""
         return any(part.dense for part in self.parts)
 
+    def unseen(self, recorded: Mapping[str, Any] | None) -> bool:
+        """Return whether a network was certainly not trained on the test samples.
+
+        It was not if the source sets them apart, or if this split was in use at its training.
+
+        Args:
+            recorded: what the network's checkpoint records of its training data, see `record`.
+        """
+        if "test" in self.split.get("given", ()):
+            return True
+        split, spec = (recorded or {}).get("split") or {}, (recorded or {}).get("spec") or ""
+        same = split.get("digest") == self.split.get("digest") and Path(spec).name == Path(self.spec).name
+        return same and SPLIT_LATER not in split and "digest" in split
+
     def record(self) -> dict[str, Any]:
         """Return what a checkpoint records under ``data``."""
         return {"spec": self.spec, "split": dict(self.split)}
@@ -103,6 +120,9 @@ def hold_out(
 ) -> tuple[dict[str, Dataset | None], dict[str, Any]]:
     """Hold out validation and test samples of ``data``, but for parts that exist separately.
 
+    Validation samples that exist separately, without test samples, become the test samples: figures are of
+    what nothing was trained or chosen on.
+
     Args:
         data: the samples to split, stratified by their labels if these are known beforehand.
         separate: validation and test samples of the source itself, where it has them.
@@ -110,9 +130,13 @@ def hold_out(
             samples with masks a tenth each.
 
     Returns:
-        The parts, and the record of the split.
+        The parts, and the record of the split; its ``given`` are the parts that existed.
     """
     existing = {name: part for name, part in (separate or {}).items() if part is not None}
+    given = sorted(existing)
+    if given == ["validation"]:
+        existing = {"test": existing["validation"]}
+        given = ["test"]
     number = len(data)
     validation, test = counts or (round(0.1 * number), round((0.1 if data.dense else 0.2) * number))
     split = split_rows(
@@ -122,7 +146,8 @@ def hold_out(
         test=0 if "test" in existing else test,
     )
     parts = {name: data.subset(rows) if len(rows := getattr(split, name)) else None for name in PARTS}
-    return parts | existing, split.describe() | {name: len(part) for name, part in existing.items()}
+    sizes = {name: len(part) for name, part in existing.items()}
+    return parts | existing, split.describe() | sizes | {"given": given}
 
 
 def with_types(splits: DataSplits, types: Sequence[torch.dtype]) -> DataSplits:

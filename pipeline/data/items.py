@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ul2q.pipeline.data.input_names import match_names
-from ul2q.pipeline.errors import UsageError, quantity
+from ul2q.pipeline.errors import UsageError, listed, quantity
 
 
 def is_array(value: Any) -> bool:
@@ -29,7 +29,7 @@ def accepted_forms(input_names: Sequence[str]) -> str:
     """Return the forms of a sample or batch, for messages."""
     if len(input_names) == 1:
         return "give arrays x or (x, y)"
-    shown = ", ".join(input_names)
+    shown = listed(input_names)
     return f"the network takes {quantity(len(input_names), 'input')}: give ({shown}) or ({shown}, y)"
 
 

@@ -12,6 +12,11 @@ from torch.nn import functional as F
 
 from ul2q.pipeline.errors import UsageError, quantity
 
+#: what is said where nothing states the mean and the standard deviation that a network was trained with
+UNSTATED = (
+    "nothing states the `mean` and `std` that the network was trained with: samples are only scaled to 0..1"
+)
+
 
 def _shown(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))
@@ -56,6 +61,25 @@ class Preprocess:
                 f"{quantity(len(self.mean), 'mean value')} and "
                 f"{quantity(len(self.std), 'std value')}: give one a channel"
             )
+
+    def describe(self) -> str:
+        """Return in words what is done to raw samples."""
+        sides = {"resize": self.resize, "crop": self.crop}
+        parts = [f"{name} {side}" for name, side in sides.items() if side is not None]
+        if self.scale not in {None, 1}:
+            parts.append(f"scale 1/{1 / self.scale:g}")
+        statistics = {"mean": self.mean, "std": self.std}
+        parts += [
+            f"{name} {', '.join(f'{value:.4g}' for value in values)}"
+            for name, values in statistics.items()
+            if values is not None
+        ]
+        return ", ".join(parts) or "none"
+
+    @property
+    def lacks_statistics(self) -> bool:
+        """Whether bytes are only scaled to 0..1, without a mean and a standard deviation."""
+        return self.scale is not None and self.scale < 0.5 and self.mean is None and self.std is None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON types."""

@@ -106,9 +106,17 @@ def _named_parts(data: Mapping[str, Any], expected: _Expected) -> DataSplits:
             f"unknown parts of the data {unknown}: use {', '.join(PARTS)}; or "
             f"{accepted_forms(expected.input_names)}"
         )
-    parts = {name: _dataset(data[name], expected)[0] for name in PARTS if data.get(name) is not None}
+    read = {name: _dataset(data[name], expected) for name in PARTS if data.get(name) is not None}
+    parts = {name: dataset for name, (dataset, _) in read.items()}
+    given = sorted(parts)
+    if given == ["train", "validation"]:
+        train, splittable = read["train"]
+        held, record = hold_out(
+            train, {"validation": parts["validation"]}, counts=None if splittable else (0, 0)
+        )
+        return make_splits(held, spec=_SPEC, record=record | {"given": ["test", "train"]})
     sizes = {name: len(parts.get(name, ())) for name in PARTS}
-    return make_splits(parts, spec=_SPEC, record={**sizes, "given": sorted(parts)})
+    return make_splits(parts, spec=_SPEC, record={**sizes, "given": given})
 
 
 def _dataset(data: Any, expected: _Expected) -> tuple[Dataset, bool]:

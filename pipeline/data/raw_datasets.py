@@ -75,7 +75,7 @@ def assemble(data: RawData, spec: str, shape: tuple[int, ...] | None, num_classe
     return make_splits(
         parts,
         spec=spec,
-        record=record | {"given": sorted(separate)},
+        record=record,
         classes=data.classes if num_classes is not None else None,
         num_classes=num_classes,
         preprocess=train.preprocess,

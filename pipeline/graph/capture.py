@@ -24,8 +24,9 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, export
 from torch.utils import _pytree as pytree
 
-from ul2q.pipeline.errors import UsageError, first_line
+from ul2q.pipeline.errors import UsageError, first_line, listed
 from ul2q.pipeline.graph.input_types import input_names
+from ul2q.pipeline.graph.modes import in_eval_mode
 from ul2q.pipeline.graph.operators.registry import moving_operator
 from ul2q.pipeline.graph.rebuild import LayerBuilder, is_inference_batch_norm
 from ul2q.pipeline.graph.rewrite import expand_activations
@@ -100,13 +101,8 @@ def capture(model: nn.Module, example: Sequence[Tensor], *, own_tensors: bool = 
     Raises:
         UsageError: torch.export refuses the model, or the model depends on the batch size.
     """
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
+    with in_eval_mode(model):
         return _capture(model, [_resized(x, EXAMPLE_BATCH) for x in example], own_tensors)
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def _capture(model: nn.Module, example: list[Tensor], own_tensors: bool) -> Captured:
@@ -184,7 +180,7 @@ def _check_runs(model: nn.Module, example: list[Tensor]) -> None:
     names = {name.partition(".")[0] for name in [*dict(model.named_modules()), *model.state_dict()]}
     if hidden := sorted(name for name in names if name in _GRAPH_ATTRIBUTES):
         raise UsageError(
-            f"{type(model).__name__}: torch.fx keeps the name {', '.join(hidden)} for itself: rename it"
+            f"{type(model).__name__}: torch.fx keeps the name {listed(hidden)} for itself: rename it"
         )
     try:
         with torch.no_grad():

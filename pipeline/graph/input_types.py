@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ul2q.pipeline.data import DataSplits, batches, with_types, without_channel
+from ul2q.pipeline.graph.modes import in_eval_mode
 
 # What running a model on inputs of an unsuitable type raises.
 _REFUSALS = (RuntimeError, ValueError, TypeError, LookupError, AssertionError)
@@ -40,16 +41,11 @@ def adapt_inputs(model: nn.Module, data: DataSplits) -> DataSplits:
         The samples, without the channel axis where the network takes sequences [N, A, B], each input in the
         type of `input_types`.
     """
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
+    with in_eval_mode(model):
         plain = without_channel(data)
         if plain is not None and takes_sequences(model, _example(data)[0]):
             data = plain
         return with_types(data, input_types(model, _example(data)))
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def _example(data: DataSplits) -> list[Tensor]:

@@ -20,7 +20,7 @@ from torch import fx, nn
 from torch.nn.utils import parametrize
 
 from ul2q.pipeline.config import QuantConfig
-from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.errors import UsageError, listed
 from ul2q.pipeline.graph.batch_norm import foldable_norm
 from ul2q.pipeline.graph.capture import EXAMPLE_BATCH, Captured, copy_graph
 from ul2q.pipeline.graph.operators.clamps import clamp_range, is_relu
@@ -215,7 +215,7 @@ class _Preparation:
         for pattern in self.config.exclude:
             matches = fnmatch.filter(layers, pattern)
             if not matches:
-                raise UsageError(f"`exclude` {pattern}: no such layer; layers are {', '.join(layers)}")
+                raise UsageError(f"`exclude` {pattern}: no such layer; layers are {listed(layers)}")
             excluded.update(matches)
         return excluded
 

@@ -145,6 +145,7 @@ class Accuracy(TypedDict):
     quantized: float | None  # the lowered torch model
     onnxruntime: float | None
     keras: float | None
+    note: str | None  # what the figures may not show
 
 
 class Parity(TypedDict):

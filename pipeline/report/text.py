@@ -70,7 +70,8 @@ def one_line(report: Report) -> str:
         parts.append(times_smaller(ratio))
     if (after := accuracy_after(report)) is not None:
         name = accuracy["metric"] or "accuracy"
-        parts.append(f"{name} {percent(after)} (float {percent(accuracy['float'])})")
+        note = f"; {accuracy['note']}" if accuracy["note"] else ""
+        parts.append(f"{name} {percent(after)} (float {percent(accuracy['float'])}{note})")
     return ", ".join(parts)
 
 
@@ -202,8 +203,8 @@ def _drop(report: Report) -> Headline:
     if before is None or after is None:
         return Headline("accuracy drop", NONE, "not measured: no labelled test samples")
     points = 100 * (before - after)
-    samples = "" if accuracy["samples"] is None else f", {quantity(accuracy['samples'], 'test sample')}"
-    note = f"{accuracy['metric'] or 'accuracy'} {percent(before)} → {percent(after)}{samples}"
+    about = "".join(f", {words}" for words in _about_samples(accuracy))
+    note = f"{accuracy['metric'] or 'accuracy'} {percent(before)} → {percent(after)}{about}"
     return Headline("accuracy drop", f"{round(points, 2) + 0.0:.2f} points", note)
 
 
@@ -240,8 +241,7 @@ def summary(report: Report) -> list[Row]:
 
 def _accuracy_rows(report: Report) -> list[Row]:
     accuracy = report["accuracy"]
-    samples = accuracy["samples"]
-    note = quantity(samples, "test sample") if samples is not None else ""
+    note = ", ".join(_about_samples(accuracy))
     rows = [
         Row(
             accuracy["metric"] or "accuracy", percent(accuracy["float"]), percent(accuracy["quantized"]), note
@@ -253,9 +253,17 @@ def _accuracy_rows(report: Report) -> list[Row]:
     return rows
 
 
+def _about_samples(accuracy: Accuracy) -> list[str]:
+    """Return how many samples the accuracy is of, and what their choice leaves open."""
+    samples = accuracy["samples"]
+    if samples is None:
+        return []
+    return [quantity(samples, "test sample"), *([accuracy["note"]] if accuracy["note"] else [])]
+
+
 def runtimes(accuracy: Accuracy) -> dict[str, float | None]:
     """Return the accuracy by runtime; each output format adds one."""
-    others = {"metric", "samples", "float", "quantized"}
+    others = {"metric", "samples", "float", "quantized", "note"}
     return {name: cast("float | None", value) for name, value in accuracy.items() if name not in others}
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.errors import UsageError, listed
 from ul2q.pipeline.naming import unused_name
 
 _RELU, _RELU6 = ("relu", "Relu"), ("relu6", "Relu6")
@@ -173,7 +173,7 @@ class Translator:
         kind = type(layer).__name__
         handler = self.handlers.get(kind)
         if handler is None or not refs:
-            known = ", ".join(sorted(self.handlers))
+            known = listed(sorted(self.handlers))
             raise UsageError(f"{layer.name} is a {kind}, which has no ONNX form here; known are {known}")
         if getattr(layer, "data_format", None) == "channels_first":
             raise UsageError(f"{layer.name} takes channels_first data: build the model with channels_last")
@@ -218,9 +218,7 @@ def activation(layer: Any, name: Any) -> nn.Module:
         UsageError: it is unknown.
     """
     if name not in ACTIVATIONS:
-        raise UsageError(
-            f"{layer.name} has the activation {name!r}; known are {', '.join(sorted(ACTIVATIONS))}"
-        )
+        raise UsageError(f"{layer.name} has the activation {name!r}; known are {listed(sorted(ACTIVATIONS))}")
     if name == "gelu":
         return nn.GELU("none")
     return ACTIVATIONS[name]()

@@ -19,7 +19,7 @@ from ul2q.pipeline.data import Preprocess
 from ul2q.pipeline.errors import JobError, UsageError, first_line
 from ul2q.pipeline.formats import metadata as metadata_keys
 from ul2q.pipeline.importers.checkpoint import Checkpoint, CheckpointRecord
-from ul2q.pipeline.importers.onnx.network import OnnxNetwork, UnsupportedError, shapes_of
+from ul2q.pipeline.importers.onnx.network import OnnxNetwork, UnsupportedError, is_quantized, shapes_of
 from ul2q.runtimes import onnxruntime as runtime
 
 # Batch sizes at which the network must agree with ONNX Runtime.
@@ -47,6 +47,7 @@ def load_onnx(path: Path) -> Checkpoint:
     metadata = runtime.metadata(proto)
     if metadata_keys.LAYERS in metadata:
         raise UsageError(f"{path} is quantised already: give the float model or its checkpoint")
+    _check_float(proto, path)
     graph, opset = _inlined(proto, path)
     half = any(t.data_type in _HALF for t in graph.initializer)
     shapes = shapes_of(graph)
@@ -65,6 +66,20 @@ def load_onnx(path: Path) -> Checkpoint:
         input_shape=tuple(known) if sizes and len(known) == len(sizes) else None,
     )
     return Checkpoint.of(network, path, record)
+
+
+def _check_float(proto: onnx.ModelProto, path: Path) -> None:
+    """Check that a file has no operator on quantised values, of any opset or domain.
+
+    Raises:
+        UsageError: it has; the first is named.
+    """
+    for node in [*proto.graph.node, *(node for function in proto.functions for node in function.node)]:
+        if is_quantized(node):
+            raise UsageError(
+                f"{path} is quantised already ({node.op_type}, {node.name or node.output[0]}): give the "
+                "float model that it was made from"
+            )
 
 
 def _preprocess(metadata: dict[str, str], path: Path) -> Preprocess | None:

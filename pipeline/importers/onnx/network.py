@@ -198,10 +198,19 @@ def _torch_type(kind: int) -> torch.dtype:
 
 
 def _unknown(node: onnx.NodeProto, name: str) -> str:
-    if node.op_type.startswith("QLinear") or node.op_type.endswith(("QuantizeLinear", "DequantizeLinear")):
-        return f"it is already quantised ({node.op_type} at {name}): give the float model"
     full = node.op_type if node.domain in {"", "ai.onnx"} else f"{node.domain}.{node.op_type}"
     return f"operator {full} ({name}) is not supported"
+
+
+def is_quantized(node: onnx.NodeProto) -> bool:
+    """Return whether ``node`` computes with quantised values, as quantisers write it."""
+    op = node.op_type
+    contributed = {"MatMulNBits", "MatMulBnb4", "GatherBlockQuantized", "QAttention", "QGemm", "QMoE"}
+    return (
+        op.startswith(("QLinear", "DynamicQuantize"))
+        or op.endswith(("QuantizeLinear", "DequantizeLinear", "Integer", "IntegerToFloat"))
+        or op in contributed
+    )
 
 
 def _check_size(node: onnx.NodeProto, name: str, arrays: Mapping[str, Any]) -> None:
@@ -355,4 +364,4 @@ def shapes_of(graph: onnx.GraphProto) -> dict[str, list[int | None]]:
     }
 
 
-__all__ = ["OnnxNetwork", "UnsupportedError", "shapes_of"]
+__all__ = ["OnnxNetwork", "UnsupportedError", "is_quantized", "shapes_of"]
