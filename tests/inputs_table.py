@@ -118,6 +118,8 @@ KINDS: dict[str, dict[str, str]] = {
     },
     "Graphs: inputs, outputs, shapes": {
         "two-inputs": "Two inputs",
+        "integer-mask": "An attention mask, or any input, of whole numbers",
+        "byte-images": "A network that takes bytes and scales them itself",
         "several-outputs": "Several outputs",
         "dict-output": "Outputs in a dict",
         "output-read-on": "An output that further layers read",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 from ul2q.pipeline.data.datasets import ColumnDataset, Dataset
@@ -151,10 +152,32 @@ def hold_out(
 
 
 def with_types(splits: DataSplits, types: Sequence[torch.dtype]) -> DataSplits:
-    """Return ``splits`` with inputs of the given ``types``; inputs other than float32 are not augmented."""
+    """Return ``splits`` with inputs of the given ``types``; inputs other than float32 are not augmented.
+
+    Raises:
+        UsageError: bytes were given, and the first input is none.
+    """
+    dtype = "uint8" if types[0] == torch.uint8 else "float32"
+    if splits.preprocess.dtype != dtype:
+        changed = dataclasses.replace(splits.preprocess, dtype=dtype)
+        if dtype == "float32":
+            _check_floats(splits.parts[0], changed)
+        splits = dataclasses.replace(
+            splits.map(lambda part: part.with_preprocess(changed)), preprocess=changed
+        )
     if all(kind == torch.float32 for kind in types):
         return splits
     return splits.map(lambda part: dataclasses.replace(part, types=tuple(types), augmentation=None))
+
+
+def _check_floats(part: Dataset, preprocess: Preprocess) -> None:
+    """Check that samples which come as bytes are floats for a model in truth, that is 0 and 1.
+
+    Raises:
+        UsageError: they are not.
+    """
+    (x, *_), _ = part.fetch(np.arange(min(len(part), 64)))
+    preprocess.resolve(np.dtype(np.uint8), float(x.min()), float(x.max()), part.describe(0).partition(":")[0])
 
 
 def without_channel(splits: DataSplits) -> DataSplits | None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ul2q.pipeline.data.input_columns import torch_type
 from ul2q.pipeline.data.input_names import match_names
 from ul2q.pipeline.errors import UsageError, listed, quantity
 
@@ -23,6 +24,11 @@ def as_numpy(value: Any) -> np.ndarray:
         return np.asarray(value)
     plain = value.detach().cpu()
     return (plain.float() if plain.dtype == torch.bfloat16 else plain).numpy()
+
+
+def given_type(value: Any) -> torch.dtype | None:
+    """Return the type of an input as its owner gives it, None if torch does not compute with it."""
+    return value.dtype if isinstance(value, torch.Tensor) else torch_type(np.asarray(value).dtype)
 
 
 def accepted_forms(input_names: Sequence[str]) -> str:

@@ -33,6 +33,10 @@ class Preprocess:
         scale: factor for raw values; None means 1/255 for uint8 and 1 for every other type.
         mean: for each channel, subtracted after scaling.
         std: for each channel, divided by after that.
+        channels: order of the channels of colour images, always ``RGB``.
+        interpolation: how images are resized, always ``bilinear``.
+        antialias: whether images are smoothed where they shrink, always.
+        dtype: type of the model's input, ``float32`` or ``uint8``: bytes as they are.
     """
 
     layout: str = "NCHW"
@@ -41,6 +45,10 @@ class Preprocess:
     scale: float | None = None
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
+    channels: str = "RGB"
+    interpolation: str = "bilinear"
+    antialias: bool = True
+    dtype: str = "float32"
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -50,6 +58,12 @@ class Preprocess:
         """
         if self.layout != "NCHW":
             raise UsageError(f"`layout` is {self.layout!r}: models take NCHW")
+        if (self.channels, self.interpolation, self.antialias) != ("RGB", "bilinear", True):
+            raise UsageError(
+                "the preprocessing is other than RGB, bilinear with antialiasing: prepare the samples"
+            )
+        if self.dtype not in {"float32", "uint8"}:
+            raise UsageError(f"the preprocessing gives {self.dtype}: it can give float32 or uint8")
         for name in ("resize", "crop", "scale"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -75,6 +89,11 @@ class Preprocess:
             if values is not None
         ]
         return ", ".join(parts) or "none"
+
+    @property
+    def keeps_values(self) -> bool:
+        """Whether raw samples are inputs as they are."""
+        return self.scale == 1 and {self.mean, self.std, self.resize, self.crop} == {None}
 
     @property
     def lacks_statistics(self) -> bool:
@@ -116,7 +135,7 @@ class Preprocess:
         """
         if self.scale is None:
             return dataclasses.replace(self, scale=1 / 255 if dtype == np.uint8 else 1.0)
-        is_byte_like = dtype == np.uint8 and high > 1
+        is_byte_like = dtype == np.uint8 and high > 1 and self.dtype != "uint8"
         if is_byte_like and self.scale == 1.0 and max(self.mean or (0.0,)) <= 1:
             raise UsageError(
                 f"{where}: the values are bytes up to {high:g}, the model was trained on unscaled floats: "

@@ -16,6 +16,7 @@ Rules, the same for one and for several inputs (one input is a tuple of one):
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,8 +32,17 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default
 from ul2q.pipeline.data.data_splits import PARTS, DataSplits, hold_out, make_splits
 from ul2q.pipeline.data.datasets import Dataset, ItemDataset, check_labels
 from ul2q.pipeline.data.input_names import match_names
-from ul2q.pipeline.data.items import accepted_forms, as_batch, as_numpy, as_sample, is_array, split_target
+from ul2q.pipeline.data.items import (
+    accepted_forms,
+    as_batch,
+    as_numpy,
+    as_sample,
+    given_type,
+    is_array,
+    split_target,
+)
 from ul2q.pipeline.data.load import load_data
+from ul2q.pipeline.data.preprocess import Preprocess
 from ul2q.pipeline.data.raw_datasets import SampleFormat, checked_labels, part_dataset, with_masks
 from ul2q.pipeline.data.raw_parts import Arrays, RawPart
 from ul2q.pipeline.errors import UsageError, quantity
@@ -176,7 +186,9 @@ def _from_arrays(arrays: Sequence[np.ndarray], y: np.ndarray | None, expected: _
     part = with_masks(RawPart(inputs, y))
     labels = checked_labels(part, expected.num_classes)
     classes = None if labels is None else expected.num_classes or int(labels.max()) + 1
-    return part_dataset(part, labels, SampleFormat(shape=expected.shape, num_classes=classes))
+    # Whether bytes are what the network takes is seen when it runs on them, see `input_types`.
+    preprocess = Preprocess(scale=1.0, dtype="uint8" if arrays[0].dtype == np.uint8 else "float32")
+    return part_dataset(part, labels, SampleFormat(preprocess, expected.shape, classes))
 
 
 def _from_items(data: Any, expected: _Expected) -> Dataset:
@@ -184,18 +196,19 @@ def _from_items(data: Any, expected: _Expected) -> Dataset:
         raise UsageError("the dataset contains no samples")
     names = expected.input_names
     inputs, y = as_sample(data[0], names, "item 0 of the dataset")
+    types = tuple(map(given_type, split_target(data[0], names, "item 0 of the dataset")[0]))
     shapes = tuple(tuple(x.shape) for x in inputs)
     if expected.shape is not None and shapes[0] != expected.shape:
         raise UsageError(f"the dataset's samples have shape {shapes[0]}, the model takes {expected.shape}")
     rows = np.arange(len(data))
     if y is None:
-        return ItemDataset(data, rows, names, shapes)
+        return ItemDataset(data, rows, names, shapes, given_types=types)
     labels, num_classes = _listed_labels(data, expected.num_classes), expected.num_classes
     if num_classes is None and labels is not None:
         num_classes = int(labels.max()) + 1
     if num_classes is None and isinstance(data, TensorDataset):
         num_classes = int(check_labels(as_numpy(data.tensors[-1]), None, "the dataset").max()) + 1
-    return ItemDataset(data, rows, names, shapes, labels=labels, num_classes=num_classes)
+    return ItemDataset(data, rows, names, shapes, labels=labels, num_classes=num_classes, given_types=types)
 
 
 def _listed_labels(data: Any, num_classes: int | None) -> np.ndarray | None:
@@ -220,6 +233,7 @@ def _spooled(items: Iterator[Any], expected: _Expected) -> Dataset:
         UsageError: no samples, or batches that do not fit together.
     """
     shapes: list[tuple[int, ...]] = []
+    types: tuple[torch.dtype | None, ...] = ()
     labels: list[np.ndarray] = []
     count = 0
     with ExitStack() as stack:
@@ -228,6 +242,7 @@ def _spooled(items: Iterator[Any], expected: _Expected) -> Dataset:
             where = f"batch {number} of the data"
             arrays, y = as_batch(item, expected.input_names, where)
             shapes = shapes or [x.shape[1:] for x in arrays]
+            types = types or tuple(map(given_type, arrays))
             if [x.shape[1:] for x in arrays] != shapes:
                 raise UsageError(f"{where} has samples {[x.shape[1:] for x in arrays]}, the first {shapes}")
             if (y is None) != (not labels) and number > 0:
@@ -244,7 +259,8 @@ def _spooled(items: Iterator[Any], expected: _Expected) -> Dataset:
         if not count:
             raise UsageError("the data contain no samples")
         spooled = [_mapped(file, (count, *shape)) for file, shape in zip(files, shapes, strict=True)]
-    return _from_arrays(spooled, np.concatenate(labels) if labels else None, expected)
+    dataset = _from_arrays(spooled, np.concatenate(labels) if labels else None, expected)
+    return dataclasses.replace(dataset, given_types=types)
 
 
 def _mapped(file: IO[bytes], shape: tuple[int, ...]) -> np.ndarray:

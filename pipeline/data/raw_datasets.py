@@ -150,7 +150,7 @@ def part_dataset(part: RawPart, labels: np.ndarray | None, form: SampleFormat) -
     masks = None if part.masks is None else _masks(part.masks, first)
     return ColumnDataset(
         columns, masks, labels=labels, num_classes=form.num_classes if part.masks is None else None,
-        augmentation=form.augmentation,
+        augmentation=form.augmentation, given_types=tuple(column.given_type for column in columns),
     )  # fmt: skip
 
 

@@ -276,7 +276,8 @@ def _read_inputs(
     said = [f"preprocessing: {column.preprocess.describe()}"]
     if not recorded and column.preprocess.lacks_statistics:
         said.append(f"warning: {UNSTATED}")
-    return column.fetch(np.arange(len(column))).numpy(), said
+    values = column.fetch(np.arange(len(column))).numpy()
+    return values.astype(column.preprocess.dtype, copy=False), said
 
 
 def _finite(x: Array, where: str) -> Array:

@@ -61,8 +61,11 @@ def load_onnx(path: Path) -> Checkpoint:
         raise UsageError(f"{path} cannot be translated ({first_line(error)}): export it again") from error
     sizes = first[1:]
     known = [s for s in sizes if s is not None]
+    preprocess = _preprocess(metadata, path)
+    if preprocess is None and network.input_types[:1] == (torch.uint8,):
+        preprocess = Preprocess(scale=1.0, dtype="uint8")
     record = CheckpointRecord(
-        preprocess=_preprocess(metadata, path),
+        preprocess=preprocess,
         input_shape=tuple(known) if sizes and len(known) == len(sizes) else None,
     )
     return Checkpoint.of(network, path, record)

@@ -52,6 +52,7 @@ class OnnxNetwork(nn.Module):
 
     Attributes:
         input_names: names of the inputs.
+        input_types: their types; float32 for every floating-point type.
         output_names: names of the outputs.
         batch: the batch size if the file fixes it; the module accepts any.
         is_half: whether the file computes in half precision (the module computes in float32).
@@ -70,6 +71,9 @@ class OnnxNetwork(nn.Module):
         arrays = {t.name: numpy_helper.to_array(t) for t in graph.initializer}
         self.input_names = tuple(v.name for v in graph.input if v.name not in arrays)
         self.output_names = tuple(v.name for v in graph.output)
+        self.input_types = tuple(
+            _input_type(v.type.tensor_type.elem_type) for v in graph.input if v.name not in arrays
+        )
         self.batch, self.is_half, self.opset = batch, half, opset
         steps = self._steps(graph.node, arrays)
         constants = {name: plain(to_tensor(value)) for name, value in arrays.items()}
@@ -103,6 +107,9 @@ class OnnxNetwork(nn.Module):
             if is_standard and all(n in arrays for n in node.input if n) and not _has_graph(node):
                 arrays.update(_folded(node, name, arrays, self.opset))
                 continue
+            if is_standard and node.op_type == "If" and node.input[0] in arrays:
+                steps += self._branch(node, name, arrays)
+                continue
             if node.op_type not in OPERATORS or not is_standard:
                 raise UnsupportedError(_unknown(node, name))
             attributes = {a.name: _attribute(a) for a in node.attribute}
@@ -113,6 +120,19 @@ class OnnxNetwork(nn.Module):
                     self.batch, _scope(node),
                 )
             )  # fmt: skip
+        return steps
+
+    def _branch(self, node: onnx.NodeProto, name: str, arrays: dict[str, Any]) -> list[Step]:
+        """Return the steps of the branch that an ``If`` with a constant condition takes."""
+        taken = "then_branch" if bool(np.asarray(arrays[node.input[0]]).all()) else "else_branch"
+        graph = next(a.g for a in node.attribute if a.name == taken)
+        arrays.update({t.name: numpy_helper.to_array(t) for t in graph.initializer})
+        steps = self._steps(graph.node, arrays)
+        for output, value in zip(node.output, graph.output, strict=True):
+            if value.name in arrays:
+                arrays[output] = arrays[value.name]
+            else:
+                steps.append(Step("Identity", name, (value.name,), (output,), {}, self.opset, self.batch))
         return steps
 
     def _register(self, steps: Sequence[Step], constants: Mapping[str, Any]) -> dict[str, str]:
@@ -190,6 +210,13 @@ def _attribute(proto: onnx.AttributeProto) -> Any:
     if isinstance(value, bytes):
         return value.decode("utf-8", "replace")
     return list(value) if isinstance(value, list | tuple) else value
+
+
+def _input_type(kind: int) -> torch.dtype:
+    """Return the type in which the network takes an input of an ONNX type: of all that are real, float32."""
+    known = kind in helper.get_all_tensor_dtypes() and kind != onnx.TensorProto.UNDEFINED
+    type_ = _torch_type(kind) if known else torch.float32
+    return torch.float32 if type_.is_floating_point else type_
 
 
 def _torch_type(kind: int) -> torch.dtype:
