@@ -84,6 +84,8 @@ class QuantConfig(_Config):
         batch_size: samples per step and per calibration batch.
         samples: calibration samples (0 means all training samples).
         exclude: name patterns (fnmatch) of layers to leave in float.
+        dynamic: axes to leave open beside the batch, as "x:2,3" for height and width of the input x, or "2,3"
+            of a single input. Those that an ONNX file or an exported program leaves open stay open anyway.
         opset: ONNX opset of the file.
         storage: ``table`` packs codes in bytes that every runtime reads; ``fast`` stores int8 weights, which
             load faster from a larger file; ``int2`` uses typed 2/4-bit tensors.
@@ -104,6 +106,7 @@ class QuantConfig(_Config):
     batch_size: int = 64
     samples: int = 1024
     exclude: tuple[str, ...] = ()
+    dynamic: tuple[str, ...] = ()
     opset: int = 21
     storage: str = "table"
     target: str = "exact"

@@ -127,6 +127,8 @@ KINDS: dict[str, dict[str, str]] = {
         "constant-branch": "A branch that does not depend on the input",
         "other-batch": "Captured with one batch size, run with another",
         "other-size": "An input of another size than captured",
+        "other-length": "A text or signal of another length than captured",
+        "size-fixed": "An axis that is to stay open, and that the network fixes",
         "half-input": "float16 samples",
         "data-dependent": "Control flow that depends on values",
     },

@@ -66,6 +66,10 @@ def compress(
     exclude: Annotated[
         list[str] | None, typer.Option(metavar="PATTERN", help="Layers to leave in float; may be repeated.")
     ] = None,
+    dynamic: Annotated[
+        list[str] | None,
+        typer.Option(metavar="INPUT:AXES", help="Axes to leave open, such as x:2,3; may be repeated."),
+    ] = None,
     input_shape: Annotated[str | None, typer.Option(metavar="C,H,W", help="Shape of one input.")] = None,
     mean: Mean = None,
     std: Std = None,
@@ -117,8 +121,8 @@ def compress(
         "wbits": wbits, "abits": abits, "epochs": epochs, "step": step, "granularity": granularity,
         "act_fit": act_fit, "quantizer": quantizer,
         "optimizer": optimizer, "lr": lr, "batch_size": batch_size, "samples": samples,
-        "exclude": exclude or None, "opset": opset, "storage": storage, "target": target,
-        "seed": seed,
+        "exclude": exclude or None, "dynamic": dynamic or None, "opset": opset, "storage": storage,
+        "target": target, "seed": seed,
     }  # fmt: skip
     result = compress_file(
         model_source(model, arch, arch_args, trust_pickle, weights, ignore),

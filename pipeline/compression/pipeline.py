@@ -23,6 +23,7 @@ from ul2q.pipeline.compression.stages import (
 )
 from ul2q.pipeline.evaluation import measure
 from ul2q.pipeline.formats import metadata as metadata_keys
+from ul2q.pipeline.graph.capture import Captured
 from ul2q.pipeline.graph.lower import lower
 from ul2q.pipeline.graph.prepare import prepare
 from ul2q.pipeline.quantize.registry import QUANTIZERS
@@ -47,7 +48,7 @@ def run_stages(run: Run, formats: Sequence[OutputFormat] = ()) -> CompressedMode
         with run.stage("capture"):
             run, captured = capture_network(run)
         run = with_task(run, captured)
-        metadata = _metadata(run)
+        metadata = _metadata(run, captured)
         with run.stage("prepare"):
             prepared = prepare(captured, config)
             # Before anything else, to learn whether torch.onnx can write the network's operators.
@@ -81,13 +82,16 @@ def plan(run: Run, formats: Sequence[OutputFormat]) -> Report:
     return planned_report(run, captured, prepared)
 
 
-def _metadata(run: Run) -> dict[str, str]:
+def _metadata(run: Run, captured: Captured) -> dict[str, str]:
     metadata = {metadata_keys.PREPROCESS: json.dumps(run.data.preprocess.to_dict(), sort_keys=True)}
     if run.source is not None:
         metadata[metadata_keys.SOURCE_SHA256] = run.source.sha256
         if run.source.data is not None and run.data.unseen(run.source.data) and "digest" in run.data.split:
             held_out = {"data": Path(run.data.spec).name, "digest": run.data.split["digest"]}
             metadata[metadata_keys.HELD_OUT] = json.dumps(held_out, sort_keys=True)
+    if captured.dynamic:
+        shapes = zip(captured.input_names, (list(x.shape[1:]) for x in run.example()), strict=True)
+        metadata[metadata_keys.EXAMPLE] = json.dumps(dict(shapes), sort_keys=True)
     if run.data.classes is not None:
         metadata[metadata_keys.CLASSES] = json.dumps(list(run.data.classes), ensure_ascii=False)
     return metadata

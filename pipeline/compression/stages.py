@@ -15,7 +15,8 @@ from ul2q.pipeline.compression.finetune import EpochResult, finetune
 from ul2q.pipeline.compression.run_state import Run
 from ul2q.pipeline.data import Inputs, batches
 from ul2q.pipeline.graph.capture import Captured, capture
-from ul2q.pipeline.graph.input_types import adapt_inputs
+from ul2q.pipeline.graph.dynamic_axes import requested_axes
+from ul2q.pipeline.graph.input_types import adapt_inputs, input_names
 from ul2q.pipeline.graph.prepare import Prepared
 from ul2q.pipeline.importers.model_file import check_translation
 from ul2q.pipeline.tasks import task_for
@@ -30,7 +31,9 @@ def capture_network(run: Run) -> tuple[Run, Captured]:
     """
     run = replace(run, data=adapt_inputs(run.model, run.data))
     check_translation(run.source, run.example())
-    return run, capture(run.model, run.example(), own_tensors=False)
+    names = input_names(run.model) or ("input",)
+    dynamic = requested_axes(run.model, names, run.config.dynamic)
+    return run, capture(run.model, run.example(), own_tensors=False, dynamic=dynamic)
 
 
 def with_task(run: Run, captured: Captured) -> Run:

@@ -22,6 +22,8 @@ SEED = "ul2q.seed"
 CPU = "ul2q.cpu"
 HELD_OUT = "ul2q.held_out"
 """Data and digest of the split (JSON) whose test samples were held out of the network's training."""
+EXAMPLE = "ul2q.example"
+"""Shape of one calibrated sample of every input (JSON), where there are open sizes beside the batch."""
 CLASSES = "ul2q.classes"
 """Names of the classes in the order of the scores (JSON list)."""
 

@@ -19,7 +19,13 @@ from ul2q.pipeline.data import Preprocess
 from ul2q.pipeline.errors import JobError, UsageError, first_line
 from ul2q.pipeline.formats import metadata as metadata_keys
 from ul2q.pipeline.importers.checkpoint import Checkpoint, CheckpointRecord
-from ul2q.pipeline.importers.onnx.network import OnnxNetwork, UnsupportedError, is_quantized, shapes_of
+from ul2q.pipeline.importers.onnx.network import (
+    OnnxNetwork,
+    UnsupportedError,
+    is_quantized,
+    open_axes,
+    shapes_of,
+)
 from ul2q.runtimes import onnxruntime as runtime
 
 # Batch sizes at which the network must agree with ONNX Runtime.
@@ -51,10 +57,12 @@ def load_onnx(path: Path) -> Checkpoint:
     graph, opset = _inlined(proto, path)
     half = any(t.data_type in _HALF for t in graph.initializer)
     shapes = shapes_of(graph)
+    open_sizes = open_axes(graph)
     first = next(iter(shapes.values()), [])
     batch = first[0] if first else None
     try:
         network = OnnxNetwork(graph, opset, half, batch)
+        network.dynamic_axes = open_sizes
     except UnsupportedError as error:
         raise UsageError(f"{path}: {error}") from error
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:

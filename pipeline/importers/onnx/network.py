@@ -53,6 +53,7 @@ class OnnxNetwork(nn.Module):
     Attributes:
         input_names: names of the inputs.
         input_types: their types; float32 for every floating-point type.
+        dynamic_axes: for each input the axes, beside the batch, that the file leaves open.
         output_names: names of the outputs.
         batch: the batch size if the file fixes it; the module accepts any.
         is_half: whether the file computes in half precision (the module computes in float32).
@@ -71,6 +72,7 @@ class OnnxNetwork(nn.Module):
         arrays = {t.name: numpy_helper.to_array(t) for t in graph.initializer}
         self.input_names = tuple(v.name for v in graph.input if v.name not in arrays)
         self.output_names = tuple(v.name for v in graph.output)
+        self.dynamic_axes: tuple[dict[int, str], ...] = ()
         self.input_types = tuple(
             _input_type(v.type.tensor_type.elem_type) for v in graph.input if v.name not in arrays
         )
@@ -381,6 +383,20 @@ def _module_path(name: str) -> str:
     return ".".join(plain_parts)
 
 
+def open_axes(graph: onnx.GraphProto) -> tuple[dict[int, str], ...]:
+    """Return the axes of every input, beside the batch, whose size the file leaves open, with their names."""
+    constants = {t.name for t in graph.initializer}
+    return tuple(
+        {
+            axis: size.dim_param or f"{value.name}_{axis}"
+            for axis, size in enumerate(value.type.tensor_type.shape.dim)
+            if axis and not size.HasField("dim_value")
+        }
+        for value in graph.input
+        if value.name not in constants
+    )
+
+
 def shapes_of(graph: onnx.GraphProto) -> dict[str, list[int | None]]:
     """Return the dimensions of every input, None for dynamic ones."""
     constants = {t.name for t in graph.initializer}
@@ -391,4 +407,4 @@ def shapes_of(graph: onnx.GraphProto) -> dict[str, list[int | None]]:
     }
 
 
-__all__ = ["OnnxNetwork", "UnsupportedError", "is_quantized", "shapes_of"]
+__all__ = ["OnnxNetwork", "UnsupportedError", "is_quantized", "open_axes", "shapes_of"]
