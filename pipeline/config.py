@@ -19,6 +19,8 @@ FISHERS = ("mc", "empirical")
 """Labels for curvature factors: sampled from the model's prediction, or those of the data."""
 PRECISIONS = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
+RUN = "run"
+"""Key of a config.json under which it names the network and the samples of the run."""
 OPSETS = {
     18: (8, "1.20"), 19: (9, "1.20"), 20: (9, "1.20"), 21: (10, "1.20"), 22: (10, "1.22"), 23: (11, "1.24"),
     24: (12, "1.24"), 25: (13, "1.24"),
@@ -140,12 +142,15 @@ class QuantConfig(_Config):
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Build a configuration from ``values``; those written before there was a choice of steps keep λ*σ.
 
+        What a config.json says of the network and the samples, `RUN`, is left out.
+
         Returns:
             The configuration.
 
         Raises:
             UsageError: a key is unknown or a value is out of range.
         """
+        values = {key: value for key, value in values.items() if key != RUN}
         if "granularity" in values and "step" not in values:
             values = {**values, "step": "paper"}
         return super().from_dict(values)

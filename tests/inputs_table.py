@@ -175,6 +175,7 @@ KINDS: dict[str, dict[str, str]] = {
         "newer-format": "A format newer than the installed runtime",
         "larger": "A file that is larger than the float one",
         "slower": "A file that is slower than the float one",
+        "repeated-run": "A run that is repeated from its config.json alone",
         "same-seed": "Two runs with one seed: the same bytes",
         "interrupted": "An interrupt: the old output stays whole",
         "killed": "A run killed at any moment: the old output stays whole, the next run works",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -22,27 +22,32 @@ from ul2q.pipeline.cli.options import (
     Std,
     TrustPickle,
     Weights,
+    json_object,
     model_source,
     numbers,
     preprocess_options,
     print_report,
     quant_config,
+    read_text,
     shown,
     start,
     without_none,
 )
 from ul2q.pipeline.compression.output_formats.registry import FORMATS, converted_formats, requested_names
 from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.importers.source import ModelSource
 from ul2q.pipeline.quantize.registry import quantizer_help
 
 
 def compress(
     model: Annotated[
-        Path,
+        Path | None,
         typer.Argument(
-            metavar="MODEL", help="A checkpoint, or a float .onnx or .keras file.", show_default=False
+            metavar="MODEL",
+            help="A checkpoint, or a float .onnx or .keras file; --config alone takes that of its run.",
+            show_default=False,
         ),
-    ],
+    ] = None,
     wbits: Annotated[int | None, typer.Option(help="Bits of a weight, 1 to 8.")] = None,
     abits: Annotated[int | None, typer.Option(help="Bits of an activation: 8, or 32 for float.")] = None,
     arch: Arch = None,
@@ -88,11 +93,16 @@ def compress(
         ),
     ] = None,
     to: Annotated[
-        str, typer.Option(help=f"Formats to write, separated by commas: {', '.join(FORMATS)}.")
-    ] = "onnx",
+        str | None,
+        typer.Option(help=f"Formats to write, separated by commas: {', '.join(FORMATS)}. Default: onnx."),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of everything random.")] = None,
     config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A config.json; options given here come first.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A config.json; options given here come first. Without MODEL it repeats the whole run.",
+        ),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="DIR", help="Default: MODEL-w<K>a<A> beside it.")
@@ -124,23 +134,54 @@ def compress(
         "exclude": exclude or None, "dynamic": dynamic or None, "opset": opset, "storage": storage,
         "target": target, "seed": seed,
     }  # fmt: skip
+    given = {
+        "data": data,
+        "input_shape": numbers(input_shape, "--input-shape", int),
+        "preprocess": preprocess_options(mean, std, resize, crop) or None,
+        "synthetic": synthetic or None,
+        "to": to,
+    }
+    if model is not None:
+        source, inputs = (
+            model_source(model, arch, arch_args, trust_pickle, weights, ignore),
+            without_none(given),
+        )
+    else:
+        source, inputs = _repeated(config, without_none(given), trust_pickle)
     result = compress_file(
-        model_source(model, arch, arch_args, trust_pickle, weights, ignore),
+        source,
         quant_config(config, without_none(overrides)),
-        data=data,
-        input_shape=numbers(input_shape, "--input-shape", int),
-        preprocess=preprocess_options(mean, std, resize, crop) or None,
         output=output,
         overwrite=overwrite,
         resume=resume,
         dry_run=dry_run,
-        synthetic=synthetic,
-        to=to,
         progress=progress,
+        **inputs,
     )
     print_report(result.report, as_json)
     if not (as_json or dry_run):
         typer.echo(f"written: {result.directory}")
+
+
+def _repeated(
+    config: Path | None, given: dict[str, Any], trust_pickle: bool
+) -> tuple[ModelSource, dict[str, Any]]:
+    """Return the network and the samples of the run that ``config`` records; ``given`` options come first.
+
+    Raises:
+        UsageError: it names none.
+    """
+    from ul2q.pipeline.compression.run_record import repeated_run
+
+    if config is None:
+        raise UsageError("MODEL is missing: give a checkpoint, or a config.json as `config`")
+    values = json_object(read_text(config, "a config.json"), str(config))
+    run = repeated_run(values, config, trust_pickle=trust_pickle)
+    inputs = {"data": run.data, "input_shape": run.input_shape, "synthetic": run.synthetic, "to": run.to}
+    if "data" in given or "synthetic" in given:  # one takes the place of the other
+        inputs |= {"data": None, "synthetic": False}
+    preprocess = {**run.preprocess, **given.pop("preprocess", {})}
+    return run.source, {**inputs, **given, "preprocess": preprocess}
 
 
 def export(

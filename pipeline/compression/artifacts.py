@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +13,7 @@ from torch import Tensor
 from ul2q.pipeline.compression.output_formats.base import OutputFormat, WrittenModel
 from ul2q.pipeline.compression.output_formats.registry import PORTABLE
 from ul2q.pipeline.compression.report_fields import test_scores, written_report
+from ul2q.pipeline.compression.run_record import config_json
 from ul2q.pipeline.compression.run_state import CompressedNetwork, Run
 from ul2q.pipeline.data import Dataset, DataSplits, batches
 from ul2q.pipeline.data.data_splits import SPLIT_LATER
@@ -63,7 +63,7 @@ def write(
         "onnx_bytes": network.exported.save(files.quantized),
         "float_onnx_bytes": network.exported_float.save(files.float),
     }
-    (folder / "config.json").write_text(json.dumps(run.config.to_dict(), indent=2) + "\n")
+    (folder / "config.json").write_text(config_json(run), encoding="utf-8")
     _write_checkpoint(run, network, folder / "checkpoint.pt")
     return_freed_memory()
     with run.stage("verify"):

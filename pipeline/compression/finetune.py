@@ -48,6 +48,12 @@ def with_lower_rate(config: QuantConfig) -> QuantConfig:
     return dataclasses.replace(config, lr=_SYNTHETIC_FACTOR * _LEARNING_RATES[config.optimizer])
 
 
+def as_it_takes_effect(config: QuantConfig) -> QuantConfig:
+    """Return ``config`` with the numbers that its defaults stand for."""
+    lr = config.lr if config.lr is not None else _LEARNING_RATES[config.optimizer]
+    return dataclasses.replace(config, epochs=config.finetune_epochs, lr=lr)
+
+
 def make_optimizer(module: nn.Module, config: QuantConfig) -> torch.optim.Optimizer:
     """Return the optimiser that ``config`` names over the trainable parameters of ``module``."""
     lr = config.lr if config.lr is not None else _LEARNING_RATES[config.optimizer]

@@ -10,6 +10,7 @@ from typing import Any
 
 from ul2q.pipeline.compression.output_formats.base import OutputFormat
 from ul2q.pipeline.compression.resume import ResumeState, key_of
+from ul2q.pipeline.compression.run_record import inputs_record
 from ul2q.pipeline.compression.run_state import Run
 from ul2q.pipeline.compression.samples import draw_samples, load_samples
 from ul2q.pipeline.compression.synthetic import SYNTHETIC_WARNING
@@ -80,7 +81,11 @@ def load_run(
     progress.line(f"preprocessing: {splits.preprocess.describe()}")
     for output_format in formats:
         output_format.check(input_names(checkpoint.model))
-    run = Run(checkpoint.model, splits, config, progress, source=checkpoint, notes=tuple(notes))
+    names = [output_format.name for output_format in formats]
+    inputs = inputs_record(source, checkpoint, splits, synthetic=samples.synthetic, formats=names)
+    run = Run(
+        checkpoint.model, splits, config, progress, source=checkpoint, notes=tuple(notes), inputs=inputs
+    )
     run.seconds["load"] = time.perf_counter() - started
     return run
 

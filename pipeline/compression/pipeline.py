@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ul2q.exporters.onnx.export import export_float, export_lowered
-from ul2q.pipeline.compression.finetune import with_lower_rate
+from ul2q.pipeline.compression.finetune import as_it_takes_effect, with_lower_rate
 from ul2q.pipeline.compression.output_formats.base import OutputFormat
 from ul2q.pipeline.compression.report_fields import network_report, planned_report
 from ul2q.pipeline.compression.result import CompressedModel
@@ -40,8 +40,8 @@ def run_stages(run: Run, formats: Sequence[OutputFormat] = ()) -> CompressedMode
     Returns:
         The compressed network, not yet written.
     """
-    if run.is_synthetic:
-        run = replace(run, config=with_lower_rate(run.config))
+    config = with_lower_rate(run.config) if run.is_synthetic else run.config
+    run = replace(run, config=as_it_takes_effect(config))
     config = run.config
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)

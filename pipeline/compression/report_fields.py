@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,9 @@ def test_scores(run: Run, module: nn.Module) -> dict[str, float] | None:
 def written_report(run: Run, network: CompressedNetwork, measured: Mapping[str, Any]) -> Report:
     """Return the report of a compressed network with the ``measured`` fields of `Report`."""
     seconds = {name: round(value, 3) for name, value in run.seconds.items()}
-    return schema.complete({**_about(run), **measured, "seconds": seconds, "warnings": network.warnings})
+    epochs = [dataclasses.asdict(epoch) for epoch in network.epochs]
+    about = {**_about(run), "epochs": epochs, "seconds": seconds, "warnings": network.warnings}
+    return schema.complete({**about, **measured})
 
 
 def _about(run: Run) -> dict[str, Any]:

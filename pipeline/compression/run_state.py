@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -44,6 +45,7 @@ class Run:
         source: the checkpoint that the network came from, if any.
         resume: where finished stages are saved, if anywhere.
         notes: warnings from loading the model and its samples.
+        inputs: what names the network and the samples, for config.json; empty if they were objects in Python.
         seconds: duration of each stage so far; `stage` adds to it.
     """
 
@@ -57,6 +59,7 @@ class Run:
     source: Checkpoint | None = None
     resume: ResumeState | None = None
     notes: tuple[str, ...] = ()
+    inputs: Mapping[str, Any] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager

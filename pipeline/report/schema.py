@@ -186,6 +186,14 @@ class Latency(TypedDict):
     operators: dict[str, int] | None
 
 
+class Epoch(TypedDict):
+    """One epoch of the fine-tuning."""
+
+    epoch: int
+    loss: float | None  # mean training loss
+    score: float | None  # on validation samples, larger is better
+
+
 class Report(TypedDict):
     """The whole of report.json."""
 
@@ -206,6 +214,7 @@ class Report(TypedDict):
     latency_ms: Latency
     load_ms: FloatAndQuantized  # median time of loading the file in ONNX Runtime
     cpu: Cpu
+    epochs: list[Epoch]  # of the fine-tuning
     warnings: list[str]
 
 
