@@ -136,6 +136,7 @@ KINDS: dict[str, dict[str, str]] = {
         "zero-tensor": "A tensor of zeros",
         "constant-tensor": "A constant tensor",
         "one-element": "A tensor of one element",
+        "pruned-weights": "Pruned weights: many are exactly 0",
         "dead-channel": "A dead output channel",
         "outlier": "One weight 1,000 times the rest",
         "tiny-weights": "Tiny weights under a normal bias",

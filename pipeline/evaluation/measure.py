@@ -46,6 +46,7 @@ def layers_report(prepared: Prepared, lowered: Lowered, exported: ExportedModel)
                 "sqnr_db": weight.sqnr_db,
                 "bytes_quantized": exported.layer_bytes[plan.name],
                 **_weights(prepared, weight),
+                **_zeros(prepared, weight),
             }
         rows.append(row)
     return {
@@ -108,6 +109,13 @@ def _weights(prepared: Prepared, weight: LoweredWeight) -> dict[str, Any]:
         "loss": report_weights.loss(w[rows], dequantize(weight.codes, grid)[rows], per_channel=per_channel),
         "histogram": report_weights.histogram(w, grid.alpha, grid.beta),
     }
+
+
+def _zeros(prepared: Prepared, weight: LoweredWeight) -> dict[str, float]:
+    """Return the share of a layer's weights that are exactly 0, before and after quantisation."""
+    w = master_weight(prepared.module.get_submodule(weight.layer)).numpy()
+    integers = weight.stored.astype(np.int16) - weight.grid.zero_point
+    return {"zeros_float": float((w == 0).mean()), "zeros": float((integers == 0).mean())}
 
 
 def _plain(value: Any) -> float | list[float]:

@@ -64,6 +64,7 @@ class Step:
         granularity: "tensor" or "channel".
         ratio: step over statistic, float32 [] or [C]; None for λ*_k.
         symmetric: whether β = 0 and the statistic is max|w|, else β = μ and it is σ.
+        zero: whether β moves to the nearest offset for which 0 is a level, as pruned weights need it.
         error: squared error of the layer's output over its variance, on calibration samples; None if unknown.
     """
 
@@ -72,26 +73,37 @@ class Step:
     ratio: Floats | None = None
     symmetric: bool = False
     error: float | None = None
+    zero: bool = False
 
     def to_array(self) -> NDArray[np.float64]:
         """Return the rule as numbers: name, granularity, symmetry, error, then the ratio."""
         error = -1.0 if self.error is None else self.error
-        head = [NAMES.index(self.name), GRANULARITIES.index(self.granularity), self.symmetric, error]
+        flags = self.symmetric + 2 * self.zero
+        head = [NAMES.index(self.name), GRANULARITIES.index(self.granularity), flags, error]
         return np.array([*head, *([] if self.ratio is None else np.ravel(self.ratio))], np.float64)
 
     @classmethod
     def from_array(cls, numbers: NDArray[np.float64]) -> Step:
         """Return the rule that `to_array` wrote."""
-        name, granularity, symmetric, error = (float(v) for v in numbers[:4])
+        name, granularity, flags, error = (float(v) for v in numbers[:4])
         ratio = numbers[4:].astype(np.float32)
         one = GRANULARITIES[int(granularity)]
         return cls(
             NAMES[int(name)],
             one,
             None if not ratio.size else ratio.reshape(() if one == "tensor" else (-1,)),
-            bool(symmetric),
+            bool(int(flags) & 1),
             None if error < 0 else error,
+            bool(int(flags) & 2),
         )
+
+
+def offset_with_zero(alpha: Any, beta: Any, k: int, xp: Any) -> Any:
+    """Return the offset nearest to ``beta`` for which 0 is one of the levels α(q + 1/2) + β."""
+    step = xp.where(alpha > 0, alpha, alpha * 0 + 1)
+    half = 2.0 ** (k - 1)
+    place = xp.clip(xp.round(beta / step + 0.5), 1 - half, half)
+    return xp.where(alpha > 0, step * (place - 0.5), beta)
 
 
 PAPER: Final = Step()
@@ -136,6 +148,8 @@ def candidates(
     step: str = AUTO,
     granularity: str = AUTO,
     importance: Callable[[], NDArray[Any]] | None = None,
+    *,
+    zero: bool = False,
 ) -> Iterator[Step]:
     """Yield the steps that a configuration leaves to choose from, the cheapest first.
 
@@ -145,6 +159,7 @@ def candidates(
         step: auto, paper, mse or minmax.
         granularity: auto, tensor or channel.
         importance: computes the importance for `fitted_step`, which ``auto`` uses.
+        zero: whether 0 must be a level.
 
     Yields:
         λ*σ per tensor, fitted steps per tensor and per channel.
@@ -152,13 +167,13 @@ def candidates(
     granularities = GRANULARITIES if granularity == AUTO else (granularity,)
     for i, one in enumerate(granularities):
         if step == "paper" or (step == AUTO and i == 0):
-            yield Step(granularity=one)
+            yield Step(granularity=one, zero=zero)
         if step == "minmax":
-            yield minmax_step(w, k, one)
+            yield replace(minmax_step(w, k, one), zero=zero)
         elif step == "mse":
-            yield fitted_step(w, k, one)
+            yield fitted_step(w, k, one, zero=zero)
         elif step == AUTO:
-            yield fitted_step(w, k, one, importance=None if importance is None else importance())
+            yield fitted_step(w, k, one, importance=None if importance is None else importance(), zero=zero)
 
 
 def minmax_step(w: NDArray[Any], k: int, granularity: str, channel_axis: int = 0) -> Step:
@@ -173,6 +188,8 @@ def fitted_step(
     granularity: str,
     channel_axis: int = 0,
     importance: NDArray[Any] | None = None,
+    *,
+    zero: bool = False,
 ) -> Step:
     """Fit the step of the least squared error.
 
@@ -186,6 +203,7 @@ def fitted_step(
         channel_axis: axis of the output channels.
         importance: what the squared error of each weight is multiplied by, shaped to broadcast with ``w``;
             None for one.
+        zero: whether 0 must be a level.
 
     Returns:
         The rule, "output" with an importance and "mse" without.
@@ -206,20 +224,21 @@ def fitted_step(
         symmetric: bool,
         multiplier: int | None = None,
     ) -> Step:
+        multiplier = 1 if zero else multiplier  # its lattice of offsets is that of levels with 0
         high = 2 * _largest(rows, beta) / (2**k - 1)
         low = np.minimum(high, _SMALLEST * ul2q.LAMBDA[k] * sigma)
         alpha = _least_error(
             lambda steps: squared_error(rows, steps, beta, k, weights, multiplier), low, high
         )
         ratio = (alpha / np.where(statistic > 0, statistic, 1)).astype(np.float32)
-        return Step(name, granularity, ratio.reshape(shape), symmetric)
+        return Step(name, granularity, ratio.reshape(shape), symmetric, zero=zero)
 
     largest = _largest(rows, np.zeros_like(mean))
     one_offset = granularity == "tensor" and bool(largest[0] > 1.5 * _largest(rows, mean)[0])
     centred = None
     if k in CENTRED_WIDTHS or one_offset:
         centred = fit(sigma, mean, symmetric=False, multiplier=1 if k > 5 else None)
-        if k <= 5:  # again, with offsets on the lattice that suits the first steps
+        if k <= 5 and not zero:  # again, with offsets on the lattice that suits the first steps
             multiplier = _grid(centred, sigma, mean, k).multiplier
             centred = fit(sigma, mean, symmetric=False, multiplier=multiplier)
     if centred is not None and (granularity == "tensor" or _fits(centred, sigma, mean, k)):
@@ -242,7 +261,8 @@ def _alpha(step: Step, statistic: NDArray[np.float64]) -> Floats:
 
 def _grid(step: Step, statistic: NDArray[np.float64], mean: NDArray[np.float64], k: int) -> Grid:
     alpha = _alpha(step, statistic)
-    return deployable_grid(alpha, np.zeros_like(alpha) if step.symmetric else mean.astype(np.float32), k)
+    beta = np.zeros_like(alpha) if step.symmetric else mean.astype(np.float32)
+    return deployable_grid(alpha, offset_with_zero(alpha, beta, k, np) if step.zero else beta, k)
 
 
 def _fits(step: Step, sigma: NDArray[np.float64], mean: NDArray[np.float64], k: int) -> bool:

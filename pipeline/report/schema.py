@@ -61,6 +61,8 @@ class Layer(TypedDict):
     sqnr_db: float | None  # of the weights
     loss: float | None  # squared error of the weights over their variance; its optimum is ul2q.LOSS[wbits]
     histogram: WeightHistogram | None
+    zeros_float: float | None  # share of weights that are exactly 0 before quantisation
+    zeros: float | None  # the same after
     bytes_float: int | None
     bytes_quantized: int | None  # codes, scales and bias in the file
     quantized: bool

@@ -10,6 +10,8 @@ from ul2q.pipeline.errors import quantity
 from ul2q.pipeline.report.schema import Accuracy, Layer, Parity, Report
 
 NONE = "–"
+# From this share of exact zeros among the weights on, the report shows it.
+_SPARSE = 0.01
 #: titles of runtimes; others are shown by their own names
 RUNTIMES = {
     "onnxruntime": "ONNX Runtime",
@@ -234,9 +236,21 @@ def summary(report: Report) -> list[Row]:
     """
     rows = [*_accuracy_rows(report), _file_row(report), _latency_row(report), _load_row(report)]
     rows.append(_memory_row(report))
+    rows += _zeros_rows(report)
     rows += [Row(name, metric(m["float"]), metric(m["quantized"])) for name, m in report["metrics"].items()]
     rows += [*parities(report), _cpu_row(report)]
     return [row for row in rows if row.note or (row.before, row.after) != (NONE, NONE)]
+
+
+def _zeros_rows(report: Report) -> list[Row]:
+    """Return the share of exact zeros among the weights that are quantised, if the float ones have some."""
+    layers = [(row["parameters"], row["zeros_float"], row["zeros"]) for row in report["layers"]]
+    known = [(count, before, after) for count, before, after in layers if None not in (before, after)]
+    total = sum(count for count, _, _ in known)
+    before, after = (
+        sum(row[0] * float(row[i] or 0) for row in known) / total if total else 0.0 for i in (1, 2)
+    )
+    return [Row("weights that are 0", percent(before), percent(after))] if before >= _SPARSE else []
 
 
 def _accuracy_rows(report: Report) -> list[Row]:

@@ -83,7 +83,7 @@ load_ms.float load_ms.quantized cpu.exact cpu.unsigned_layers epochs warnings
 """
 LAYER = """
 name op parameters outputs multiply_adds wbits abits granularity step output_error alpha beta sqnr_db loss
-histogram bytes_float bytes_quantized quantized reason
+histogram zeros_float zeros bytes_float bytes_quantized quantized reason
 """
 ACTIVATION = "name scale zero_point min max fit error errors"
 OPEN = {"config", "seconds", "metrics", "latency_ms.operators"}
