@@ -119,6 +119,7 @@ KINDS: dict[str, dict[str, str]] = {
     "Graphs: inputs, outputs, shapes": {
         "two-inputs": "Two inputs",
         "integer-mask": "An attention mask, or any input, of whole numbers",
+        "own-scaling": "A Keras model that scales its images itself",
         "byte-images": "A network that takes bytes and scales them itself",
         "several-outputs": "Several outputs",
         "dict-output": "Outputs in a dict",

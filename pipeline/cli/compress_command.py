@@ -55,6 +55,13 @@ def compress(
     weights: Weights = None,
     ignore: Ignore = None,
     data: Data = None,
+    train: Annotated[
+        str | None, typer.Option(metavar="DATA", help="In place of --data: training samples.")
+    ] = None,
+    val: Annotated[
+        str | None, typer.Option(metavar="DATA", help="Beside --train: validation samples.")
+    ] = None,
+    test: Annotated[str | None, typer.Option(metavar="DATA", help="Beside --train: test samples.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Epochs of fine-tuning: 5 up to 4 bits, else 0.")] = None,
     step: Annotated[
         str | None, typer.Option(help="Step of the weights: auto, paper (λ*σ), mse or minmax.")
@@ -126,6 +133,7 @@ def compress(
     """Quantise a trained network, export it, check it in ONNX Runtime, and report what it costs."""
     progress = start(quiet, debug)
     from ul2q.pipeline.compression.compress import compress_file
+    from ul2q.pipeline.data.load import parts_spec
 
     overrides = {
         "wbits": wbits, "abits": abits, "epochs": epochs, "step": step, "granularity": granularity,
@@ -134,6 +142,10 @@ def compress(
         "exclude": exclude or None, "dynamic": dynamic or None, "opset": opset, "storage": storage,
         "target": target, "seed": seed,
     }  # fmt: skip
+    if train is not None or val is not None or test is not None:
+        if data is not None:
+            raise UsageError("`train`, `val` and `test` take the place of `data`: give one or the other")
+        data = parts_spec({"train": train, "validation": val, "test": test})
     given = {
         "data": data,
         "input_shape": numbers(input_shape, "--input-shape", int),

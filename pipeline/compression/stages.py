@@ -31,9 +31,12 @@ def capture_network(run: Run) -> tuple[Run, Captured]:
     """
     run = replace(run, data=adapt_inputs(run.model, run.data))
     check_translation(run.source, run.example())
-    names = input_names(run.model) or ("input",)
+    example = run.example()
+    names = input_names(run.model)
+    if len(names) != len(example):  # a forward(*inputs) names none
+        names = ("input",) if len(example) == 1 else tuple(f"input_{i}" for i in range(len(example)))
     dynamic = requested_axes(run.model, names, run.config.dynamic)
-    return run, capture(run.model, run.example(), own_tensors=False, dynamic=dynamic)
+    return run, capture(run.model, example, own_tensors=False, dynamic=dynamic)
 
 
 def with_task(run: Run, captured: Captured) -> Run:

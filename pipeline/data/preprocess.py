@@ -37,6 +37,7 @@ class Preprocess:
         interpolation: how images are resized, always ``bilinear``.
         antialias: whether images are smoothed where they shrink, always.
         dtype: type of the model's input, ``float32`` or ``uint8``: bytes as they are.
+        raw: whether the model scales raw values itself, so that bytes are right though nothing scales them.
     """
 
     layout: str = "NCHW"
@@ -49,6 +50,7 @@ class Preprocess:
     interpolation: str = "bilinear"
     antialias: bool = True
     dtype: str = "float32"
+    raw: bool = False
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -135,7 +137,7 @@ class Preprocess:
         """
         if self.scale is None:
             return dataclasses.replace(self, scale=1 / 255 if dtype == np.uint8 else 1.0)
-        is_byte_like = dtype == np.uint8 and high > 1 and self.dtype != "uint8"
+        is_byte_like = dtype == np.uint8 and high > 1 and self.dtype != "uint8" and not self.raw
         if is_byte_like and self.scale == 1.0 and max(self.mean or (0.0,)) <= 1:
             raise UsageError(
                 f"{where}: the values are bytes up to {high:g}, the model was trained on unscaled floats: "

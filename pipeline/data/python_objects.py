@@ -41,7 +41,7 @@ from ul2q.pipeline.data.items import (
     is_array,
     split_target,
 )
-from ul2q.pipeline.data.load import load_data
+from ul2q.pipeline.data.load import load_data, parts_spec
 from ul2q.pipeline.data.preprocess import Preprocess
 from ul2q.pipeline.data.raw_datasets import SampleFormat, checked_labels, part_dataset, with_masks
 from ul2q.pipeline.data.raw_parts import Arrays, RawPart
@@ -103,6 +103,11 @@ def as_splits(
         return load_data(data, input_shape=input_shape, classes=num_classes, input_names=input_names)
     shape = None if input_shape is None else tuple(input_shape)
     expected = _Expected(tuple(input_names) or ("input",), shape, num_classes, limit)
+    if isinstance(data, Mapping) and data and all(isinstance(part, str | Path) for part in data.values()):
+        if unknown := sorted(set(data) - set(PARTS)):
+            raise UsageError(f"unknown parts of the data {unknown}: use {', '.join(PARTS)}")
+        data = parts_spec(data)
+        return load_data(data, input_shape=input_shape, classes=num_classes, input_names=input_names)
     if isinstance(data, Mapping) and match_names(data, expected.input_names) is None:
         return _named_parts(data, expected)
     dataset, splittable = _dataset(data, expected)

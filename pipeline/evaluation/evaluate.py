@@ -154,6 +154,8 @@ def _keras(model: Path) -> tuple[Module, dict[str, Any], dict[str, Any]]:
     loaded = keras_files.load_keras(model)
     about = keras_metadata(model)
     preprocess = metadata_keys.json_entry(about, metadata_keys.PREPROCESS, dict, str(model)) or None
+    if preprocess is None and keras_files.scales_itself(loaded):
+        preprocess = {"scale": 1.0, "raw": True}
     fit: dict[str, Any] = {"input_shape": keras_files.input_shape(loaded), "preprocess": preprocess}
     if len(loaded.outputs) == 1 and len(loaded.outputs[0].shape) == 2:
         fit["classes"] = loaded.outputs[0].shape[1]

@@ -77,7 +77,8 @@ def input_types(
     """
     whole = [bool((x == x.round()).all()) for x in example]
     if (fixed := getattr(model, "input_types", None)) is not None and len(fixed) == len(example):
-        for name, kind, is_whole in zip(input_names(model), fixed, whole, strict=True):
+        names = input_names(model) or [f"{i}" for i in range(len(fixed))]  # a forward(*inputs) names none
+        for name, kind, is_whole in zip(names, fixed, whole, strict=True):
             if not is_whole and not kind.is_floating_point:
                 raise UsageError(
                     f"input {name} takes {str(kind).removeprefix('torch.')}: its samples have fractions"

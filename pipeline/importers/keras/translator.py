@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -44,6 +45,7 @@ class KerasNetwork(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.input_types: tuple[torch.dtype, ...] = ()
         self.calls: list[tuple[str, tuple[int, ...]]] = []
         self.outputs: tuple[int, ...] = ()
         self.count = 0
@@ -111,6 +113,7 @@ class Translator:
         self.result = Translated(KerasNetwork(), [channels_first(s[1:]) for s in input_shapes], list(inputs))
         self.refs = [Ref(i, tuple(s)) for i, s in enumerate(input_shapes)]
         self.result.network.count = len(self.refs)
+        self.result.network.input_types = tuple(torch.float32 for _ in self.refs)
         self.modules: dict[tuple[int, str], str] = {}
 
     def finish(self, outputs: Sequence[Ref]) -> Translated:

@@ -14,8 +14,9 @@ import pytest
 import torch
 from PIL import Image
 
-from ul2q.pipeline.data import DataSplits, Preprocess, batches, load_data
+from ul2q.pipeline.data import DataSplits, Preprocess, as_splits, batches, load_data
 from ul2q.pipeline.data.data_splits import SPLIT_LATER
+from ul2q.pipeline.data.load import parts_spec
 from ul2q.pipeline.data.safe_unpickle import unpickle
 from ul2q.pipeline.errors import UsageError
 
@@ -462,6 +463,31 @@ def test_what_is_set_apart_for_validation_alone_is_reported_on(tmp_path: Path) -
     assert splits.unseen(None)
     folders = [{Path(part.describe(row)).parts[-3] for row in range(len(part))} for part in splits.parts]
     assert folders == [{"train"}, {"train"}, {"val"}]
+
+
+@pytest.mark.parametrize(
+    "given", [("train", "test"), ("train", "validation"), ("train", "validation", "test")]
+)
+def test_parts_at_places_of_their_own(tmp_path: Path, given: tuple[str, ...]) -> None:
+    counts = {"train": 10, "validation": 2, "test": 3}
+    for part in given:
+        class_folders(tmp_path / f"my {part}", counts[part])
+    parts = {part: tmp_path / f"my {part}" for part in given}
+    splits = load_data(parts_spec(parts))
+    assert splits.unseen(None)
+    found = [{Path(part.describe(row)).parts[-3] for row in range(len(part))} for part in splits.parts]
+    held_out = "my train" if given[1:] in {("test",), ("validation",)} else "my validation"
+    tested = "my test" if "test" in given else "my validation"
+    assert found == [{"my train"}, {held_out}, {tested}]
+    assert as_splits(parts).split == splits.split
+    with pytest.raises(UsageError, match="test without `train`"):
+        parts_spec({"test": "x"})
+    with pytest.raises(UsageError, match=r"unknown parts of the data \['dev'\]"):
+        as_splits({"dev": "x"})
+    (tmp_path / "my train").rename(tmp_path / "train")
+    class_folders(tmp_path / "test", 2)
+    with pytest.raises(UsageError, match="is divided into parts itself"):
+        load_data(parts_spec({"train": tmp_path, "test": tmp_path / "train"}))
 
 
 @pytest.mark.case("undivided-source", outcome="warned")
