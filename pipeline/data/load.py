@@ -75,7 +75,7 @@ def _parts_of(spec: str) -> dict[str, str] | None:
     """Return the places of the parts that `parts_spec` named, None for other data."""
     if not spec.startswith("train=") or Path(spec).exists():
         return None
-    return dict(part.split("=", 1) for part in re.split(r";(?=(?:validation|test)=)", spec))  # type: ignore[misc]
+    return dict(part.split("=", 1) for part in re.split(r";(?=(?:validation|test)=)", spec))
 
 
 def _read_parts(parts: Mapping[str, str], request: Request) -> RawData:
