@@ -19,6 +19,9 @@ FISHERS = ("mc", "empirical")
 """Labels for curvature factors: sampled from the model's prediction, or those of the data."""
 PRECISIONS = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
+AUTO_TASK = "auto"
+TASKS = (AUTO_TASK, "classification", "multilabel", "regression", "dense", "embedding", "tokens")
+"""Tasks that can be asked for, names of `ul2q.pipeline.tasks.registry.TASKS`."""
 OPSETS = {
     18: (8, "1.20"), 19: (9, "1.20"), 20: (9, "1.20"), 21: (10, "1.20"), 22: (10, "1.22"), 23: (11, "1.24"),
     24: (12, "1.24"), 25: (13, "1.24"),
@@ -76,6 +79,7 @@ class QuantConfig(_Config):
             each layer.
         act_fit: how activation ranges are fitted; ``auto`` measures all fits and uses the best.
         quantizer: weight quantiser, a name in `ul2q.pipeline.quantize.registry.QUANTIZERS`.
+        task: what the outputs mean, one of `TASKS`; ``auto`` follows from targets and outputs.
         epochs: fine-tuning epochs; None means 5 for wbits <= 4 and 0 above.
         optimizer: optimiser of the fine-tuning.
         lr: its learning rate; None means the optimiser's default.
@@ -96,6 +100,7 @@ class QuantConfig(_Config):
     granularity: str = AUTO
     act_fit: str = "auto"
     quantizer: str = DEFAULT_QUANTIZER
+    task: str = AUTO_TASK
     epochs: int | None = None
     optimizer: str = "adam"
     lr: float | None = None
@@ -122,6 +127,7 @@ class QuantConfig(_Config):
         check_quantizer(self.quantizer, self.wbits)
         if self.quantizer != DEFAULT_QUANTIZER and self.step != AUTO:
             raise UsageError(f"`step` is {self.step!r}: only {DEFAULT_QUANTIZER} has a choice of steps")
+        _one_of("task", self.task, TASKS)
         _one_of("optimizer", self.optimizer, OPTIMIZERS)
         _one_of("opset", self.opset, tuple(OPSETS))
         _one_of("storage", self.storage, STORAGES)
