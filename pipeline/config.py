@@ -202,6 +202,7 @@ class TrainConfig(_Config):
             ``empirical``; None keeps K-FAC's own factors, if any.
         precision: float32, or bfloat16 for autocast of the forward pass.
         device: cpu, cuda, or auto for a GPU where there is one.
+        task: what the network is for, one of `TASKS`; ``auto`` follows from the targets.
         seed: seed of initialisation, order and augmentation.
     """
 
@@ -231,6 +232,7 @@ class TrainConfig(_Config):
     fisher: str | None = None
     precision: str = "float32"
     device: str = "auto"
+    task: str = AUTO_TASK
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -262,3 +264,4 @@ class TrainConfig(_Config):
         _one_of("fisher", self.fisher, (None, *FISHERS))
         _one_of("precision", self.precision, PRECISIONS)
         _one_of("device", self.device, DEVICES)
+        _one_of("task", self.task, TASKS)

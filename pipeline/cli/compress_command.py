@@ -17,6 +17,7 @@ from ul2q.pipeline.cli.options import (
     Overwrite,
     Quiet,
     Resize,
+    TaskName,
     TrustPickle,
     model_source,
     numbers,
@@ -43,6 +44,7 @@ def compress(
     arch: Arch = None,
     arch_args: ArchArgs = None,
     data: Data = None,
+    task: TaskName = None,
     epochs: Annotated[int | None, typer.Option(help="Epochs of fine-tuning: 5 up to 4 bits, else 0.")] = None,
     step: Annotated[
         str | None, typer.Option(help="Step of the weights: auto, paper (λ*σ), mse or minmax.")
@@ -110,7 +112,7 @@ def compress(
 
     overrides = {
         "wbits": wbits, "abits": abits, "epochs": epochs, "step": step, "granularity": granularity,
-        "act_fit": act_fit, "quantizer": quantizer,
+        "act_fit": act_fit, "quantizer": quantizer, "task": task,
         "optimizer": optimizer, "lr": lr, "batch_size": batch_size, "samples": samples,
         "exclude": exclude or None, "opset": opset, "storage": storage, "target": target,
         "seed": seed,

@@ -17,12 +17,14 @@ from ul2q.pipeline.cli.options import (
     OnnxFile,
     Quiet,
     Resize,
+    TaskName,
     TrustPickle,
     model_source,
     print_json,
     start,
     without_none,
 )
+from ul2q.pipeline.config import AUTO_TASK
 from ul2q.pipeline.errors import quantity
 
 
@@ -32,6 +34,7 @@ def evaluate(
         typer.Argument(metavar="MODEL", help="MODEL.onnx, MODEL.keras or a checkpoint.", show_default=False),
     ],
     data: Data = None,
+    task: TaskName = None,
     resize: Resize = None,
     crop: Crop = None,
     arch: Arch = None,
@@ -41,7 +44,7 @@ def evaluate(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Measure the accuracy on the test samples, or with masks how well salient objects are found."""
+    """Measure the accuracy on the test samples, or the metrics of the task that the data are for."""
     progress = start(quiet, debug)
     from ul2q.pipeline.evaluation.evaluate import evaluate_file
 
@@ -49,6 +52,7 @@ def evaluate(
         model_source(model, arch, arch_args, trust_pickle),
         data,
         changes=without_none({"resize": resize, "crop": crop}),
+        task=task or AUTO_TASK,
         progress=progress,
     )
     if as_json:

@@ -15,6 +15,7 @@ from ul2q.pipeline.cli.options import (
     Overwrite,
     Quiet,
     Resize,
+    TaskName,
     print_json,
     shown,
     start,
@@ -78,6 +79,7 @@ def train(
         typer.Option(help="Collect curvature for compress in a last pass: mc (sampled labels) or empirical."),
     ] = None,
     precision: Annotated[str, typer.Option(help="float32, or bfloat16 for autocast.")] = "float32",
+    task: TaskName = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")] = "auto",
     seed: Annotated[int, typer.Option(help="Seed of initialisation, order and augmentation.")] = 0,
     resume: Annotated[
@@ -106,7 +108,7 @@ def train(
         "refresh": int(refresh) if refresh is not None and refresh.isdecimal() else refresh,
         "rescale_weights": rescale_weights, "sync_bn": sync_bn, "fisher": fisher,
         "encoder_weights": encoder_weights, "precision": precision,
-        "device": device, "resize": resize, "crop": crop,
+        "device": device, "task": task, "resize": resize, "crop": crop,
     }  # fmt: skip
     config = TrainConfig(arch=arch, data=data, optimizer=optimizer, seed=seed, **without_none(settings))
     with joined(config.device) as first:

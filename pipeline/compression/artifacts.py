@@ -24,7 +24,9 @@ from ul2q.pipeline.importers.checkpoint import CheckpointRecord, save_checkpoint
 from ul2q.pipeline.report import page, render, schema
 from ul2q.pipeline.report.schema import Report
 from ul2q.pipeline.storage.torch_save import write_tensors
+from ul2q.pipeline.tasks import Classification
 from ul2q.pipeline.tasks.inference import evaluation_batch
+from ul2q.pipeline.tasks.several import Several
 from ul2q.runtimes.memory import return_freed_memory
 
 # Inputs on which every written file is compared with the lowered network.
@@ -72,17 +74,14 @@ def write(
         counted = measure.counted(network.prepared)
         measured = {
             "layers": report["layers"],
+            "fidelity": report["fidelity"],
             "activations": report["activations"],
             "cpu": report["cpu"],
             "size": {f"{output.format.name}_bytes": output.written.bytes for output in outputs} | size,
             **counted,
             "memory": counted["memory"] | measure.memory(files),
             **_accuracies(run, network, outputs),
-            "parity": {
-                name: entry
-                for output in outputs
-                for name, entry in output.parity.by_runtime(output.format.runtime).items()
-            },
+            "parity": _parities(run, outputs),
             "latency_ms": measure.latency(files),
             "load_ms": measure.loading(files),
         }
@@ -147,7 +146,12 @@ def _accuracies(run: Run, network: CompressedNetwork, outputs: Sequence[_Output]
     before, after = (_metrics(run, module) for module in (run.model, network.lowered.module))
     if run.data.test is None or before is None or after is None:
         return {}
-    scores = {output.format.runtime: _metrics(run, output.format.score(output.written)) for output in outputs}
+    every = isinstance(run.task, Several)
+    scores = {
+        output.format.runtime: None if module is None else _metrics(run, module)
+        for output in outputs
+        for module in [output.format.score(output.written, every=every)]
+    }
     name = run.metric_name
     return {
         "accuracy": {
@@ -163,6 +167,18 @@ def _accuracies(run: Run, network: CompressedNetwork, outputs: Sequence[_Output]
             if other != name
         },
     }
+
+
+def _parities(run: Run, outputs: Sequence[_Output]) -> dict[str, Any]:
+    """Return the field ``parity``; only classifiers answer with classes that could be the same."""
+    entries = {
+        name: entry
+        for output in outputs
+        for name, entry in output.parity.by_runtime(output.format.runtime).items()
+    }
+    if isinstance(run.task, Classification):
+        return entries
+    return {name: {**entry, "argmax_agreement": None} for name, entry in entries.items()}
 
 
 def _metrics(run: Run, module: nn.Module) -> dict[str, float] | None:

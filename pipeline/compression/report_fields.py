@@ -8,6 +8,7 @@ from typing import Any
 
 from ul2q.pipeline.compression.run_state import CompressedNetwork, Run
 from ul2q.pipeline.evaluation import measure
+from ul2q.pipeline.evaluation.fidelity import fidelity
 from ul2q.pipeline.graph.capture import Captured
 from ul2q.pipeline.graph.prepare import Prepared
 from ul2q.pipeline.report import schema
@@ -24,6 +25,9 @@ def planned_report(run: Run, captured: Captured, prepared: Prepared) -> Report:
 def network_report(run: Run, network: CompressedNetwork) -> Report:
     """Return the report of a compressed network before its files are written and measured."""
     fields = measure.layers_report(network.prepared, network.lowered, network.exported)
+    fields["fidelity"] = fidelity(
+        network.lowered.module, run.model, run.data, network.lowered.output_names, run.task.decisions
+    )
     return written_report(run, network, {**fields, **measure.counted(network.prepared)})
 
 
@@ -44,6 +48,7 @@ def _about(run: Run) -> dict[str, Any]:
             "parameters": sum(p.numel() for p in run.model.parameters()),
         },
         "data": Path(run.data.spec).name,
+        "task": {"name": run.task.name, "description": run.about_task or None},
         "config": run.config.to_dict(),
         "seed": run.config.seed,
     }

@@ -57,7 +57,8 @@ def with_task(run: Run, captured: Captured) -> Run:
             raise
         return replace(run, task=Unknown())
     run = replace(run, task=task, data=data, about_task=describe(task, data, outputs))
-    run.progress.line(f"task: {run.about_task}")
+    hint = "; `task` says what the outputs mean" if isinstance(task, Unknown) else ""
+    run.progress.line(f"task: {run.about_task}{hint}")
     return run
 
 

@@ -160,7 +160,7 @@ def _has_all_samples(data: Any, input_names: Sequence[str]) -> bool:
 
 def _is_target(x: Any, y: Any) -> bool:
     """Return whether ``y`` is the target of every sample in ``x``, not a second batch of another size."""
-    return x.ndim > y.ndim or (len(x) == len(y) and y.ndim > 0)
+    return x.ndim > y.ndim or (y.ndim > 0 and (len(x) == len(y) or x.shape[1:] != y.shape[1:]))
 
 
 def _is_map(data: Any) -> bool:

@@ -227,5 +227,11 @@ def is_several(target: Any) -> bool:
     entries = tuple(target.values()) if isinstance(target, Mapping) else target
     if not isinstance(entries, tuple | list) or not entries:
         return False
-    arrays = [isinstance(entry, np.ndarray | torch.Tensor) for entry in entries]
-    return isinstance(target, Mapping) or (all(arrays) and (isinstance(entries, tuple) or len(entries) > 1))
+    if isinstance(target, Mapping):
+        return True
+    kinds = [isinstance(entry, np.ndarray | torch.Tensor) for entry in entries]
+    numbers = all(
+        kind or isinstance(entry, int | float | np.number) for kind, entry in zip(kinds, entries, strict=True)
+    )
+    arrays = any(kind and entry.ndim for kind, entry in zip(kinds, entries, strict=True))
+    return numbers and arrays and (isinstance(entries, tuple) or len(entries) > 1)

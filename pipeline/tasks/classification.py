@@ -112,6 +112,12 @@ class Classification(Task):
                 "network was trained on"
             )
 
+    def decisions(self, outputs: Any) -> list[Tensor | None]:
+        """Return the class with the highest score, of an output [N, classes]."""
+        if isinstance(outputs, Tensor) and outputs.ndim == 2:
+            return [outputs.argmax(1)]
+        return super().decisions(outputs)
+
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the cross entropy with labels [N] or probabilities [N, classes]."""
         return F.cross_entropy(outputs, targets, reduction="sum")

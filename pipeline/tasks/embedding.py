@@ -68,6 +68,11 @@ class Embedding(Task):
                 f"the network returns {len(output_tensors(outputs))} outputs: embeddings are one"
             )
 
+    def outputs(self, data: DataSplits) -> int:
+        """Return the length of the vectors."""
+        form = data.target_format
+        return 1 if form is None else form.forms[0].shape[0]
+
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
         """Return one minus the cosine, summed over samples."""
         return (1 - _cosine(output_tensors(outputs)[0], targets)).sum()

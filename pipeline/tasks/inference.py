@@ -27,20 +27,21 @@ def evaluation_batch(shape: Sequence[int]) -> int:
 
 @contextmanager
 def evaluating(model: Model) -> Iterator[None]:
-    """Disable gradients and put a module into evaluation mode; its mode is restored afterwards.
+    """Disable gradients and put a module into evaluation mode; its parts' modes are restored afterwards.
 
     Yields:
         Nothing.
     """
-    training = isinstance(model, nn.Module) and model.training
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    modes = [module.training for module in modules]
     if isinstance(model, nn.Module):
         model.eval()
     try:
         with torch.inference_mode():
             yield
     finally:
-        if isinstance(model, nn.Module):
-            model.train(training)
+        for module, mode in zip(modules, modes, strict=True):
+            module.training = mode
 
 
 # Samples whose outputs show what a network returns, and about their input elements.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -15,18 +15,28 @@ from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.tasks.inference import Model, evaluating, evaluation_batch
 from ul2q.pipeline.tasks.task import Task
 
+_CONSTANTS: Final = frozenset({"data_range"})
+"""States that are settings, not sums."""
+
 
 class MetricSums:
     """Metrics by name, updated batch by batch; all their states must be sums of a fixed size."""
 
-    def __init__(self, metrics: Mapping[str, Any], example: tuple[Tensor, Tensor]) -> None:
+    def __init__(
+        self,
+        metrics: Mapping[str, Any],
+        example: tuple[Tensor, Tensor],
+        views: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
+    ) -> None:
         """Set up the sums over no samples.
 
         Args:
             metrics: metrics of torchmetrics by name; their states become float64.
             example: predictions and targets of two samples, which show the size of the states.
+            views: what a metric takes in place of the predictions.
         """
         self._metrics = {name: metric.set_dtype(torch.float64) for name, metric in metrics.items()}
+        self._views = views or {}
         self._update(*example)
         self._templates = {name: dict(metric.metric_state) for name, metric in self._metrics.items()}
         self._empty = True
@@ -34,19 +44,27 @@ class MetricSums:
             metric.reset()
 
     def _update(self, predictions: Tensor, targets: Tensor) -> None:
-        for metric in self._metrics.values():
-            metric.update(predictions, targets)
+        for name, metric in self._metrics.items():
+            view = self._views.get(name)
+            metric.update(predictions if view is None else view(predictions), targets)
 
     def add(self, predictions: Tensor, targets: Tensor) -> None:
         """Add the samples of a batch [N, ...]."""
         self._empty = False
         self._update(predictions, targets)
 
+    def _states(self, name: str) -> dict[str, Tensor]:
+        """Return the sums of one metric; zeros before the first sample."""
+        template = self._templates[name]
+        if self._empty:
+            return {key: torch.zeros_like(state) for key, state in template.items() if key not in _CONSTANTS}
+        states = self._metrics[name].metric_state
+        return {key: states[key] for key in template if key not in _CONSTANTS}
+
     def values(self) -> list[float]:
         """Return the sums as numbers, zeros before the first sample."""
-        kinds = self._templates if self._empty else {k: m.metric_state for k, m in self._metrics.items()}
-        states = torch.cat([state.reshape(-1).double() for kind in kinds.values() for state in kind.values()])
-        return (0 * states if self._empty else states).tolist()
+        states = [state for name in self._metrics for state in self._states(name).values()]
+        return torch.cat([state.reshape(-1).double() for state in states]).tolist()
 
     def metrics(self, tally: Sequence[float]) -> dict[str, float]:
         """Return the metrics by name from the sum of tallies of this kind."""
@@ -54,12 +72,10 @@ class MetricSums:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that `update` was not called, that a class has no sample
             for name, metric in self._metrics.items():
-                states = {}
-                for key, template in self._templates[name].items():
-                    part, left = left[: template.numel()], left[template.numel() :]
-                    states[key] = part.reshape(template.shape).to(template.dtype)
                 metric.reset()
-                metric.merge_state(states)
+                for key, state in self._states(name).items():
+                    part, left = left[: state.numel()], left[state.numel() :]
+                    setattr(metric, key, part.reshape(state.shape).to(state.dtype))
                 results[name] = float(metric.compute())
         return results
 

@@ -18,7 +18,7 @@ from ul2q.pipeline.tasks.losses import are_logits, binary_divergence, binary_los
 from ul2q.pipeline.tasks.metric_sums import MetricSums, SummedTask
 from ul2q.pipeline.tasks.task import HIGHER, Direction
 
-_THRESHOLDS: Final = 512
+_THRESHOLDS: Final = 1024
 _LARGEST_LOGIT: Final = 12.0
 """Average precision is that of thresholds spaced evenly in the logit, so that its sums have a fixed size."""
 
@@ -107,6 +107,10 @@ class Multilabel(SummedTask):
         """
         if data.labelled:
             self._aligned(outputs)
+
+    def outputs(self, data: DataSplits) -> int:  # noqa: ARG002
+        """Return how many outputs a network needs: one for each number of a target."""
+        return math.prod(self.shape)
 
     def described(self) -> str:
         """Return the number of labels."""

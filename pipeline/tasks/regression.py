@@ -126,6 +126,10 @@ class Regression(SummedTask):
         if data.labelled:
             self._aligned(outputs)
 
+    def outputs(self, data: DataSplits) -> int:  # noqa: ARG002
+        """Return how many outputs a network needs: one for each number of a target."""
+        return math.prod(self.shape)
+
     def described(self) -> str:
         """Return the number of outputs."""
         count = self.shape[0] if len(self.shape) == 1 else 0

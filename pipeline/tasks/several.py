@@ -93,6 +93,10 @@ class Several(Task):
         """Return the task of each output."""
         return " + ".join(part.name for part in self.parts)
 
+    def decisions(self, outputs: Any) -> list[Tensor | None]:
+        """Return the classes of every output that has any."""
+        return [part.decisions(one)[0] for part, one in zip(self.parts, output_tensors(outputs), strict=True)]
+
     def loss(self, outputs: Any, targets: Any) -> Tensor:
         """Return the mean of the losses of all outputs, summed over samples."""
         losses = [part.loss(a, b) for part, a, b in self._zipped(outputs, targets)]

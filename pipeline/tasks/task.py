@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final, Literal, Self
 
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from ul2q.pipeline.data import Dataset, DataSplits
 from ul2q.pipeline.tasks.inference import Model
@@ -101,9 +102,17 @@ class Task(ABC):
             UsageError: they do not.
         """
 
+    def outputs(self, data: DataSplits) -> int:
+        """Return how many outputs, or channels, a network needs for ``data``."""
+        return data.num_classes or 1
+
     def described(self) -> str:
         """Return what was settled of the task, for people."""
         return ""
+
+    def decisions(self, outputs: Any) -> list[Tensor | None]:
+        """Return the classes that each output stands for: int64 [N, ...]; None for one without classes."""
+        return [None for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
 
     @abstractmethod
     def loss(self, outputs: Tensor, targets: Any) -> Tensor:

@@ -126,6 +126,10 @@ class Tokens(SummedTask):
         scores = tensors[0].movedim(-1, 1) if self.last else tensors[0]
         return scores.reshape(len(scores), scores.shape[1], -1)
 
+    def decisions(self, outputs: Any) -> list[Tensor | None]:
+        """Return the class of every position."""
+        return [self._scores(outputs).argmax(1)]
+
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
         """Return the cross entropy: the mean over positions, times the number of samples."""
         return F.cross_entropy(self._scores(outputs), targets.flatten(1), ignore_index=PADDING) * len(targets)
@@ -143,9 +147,9 @@ class Tokens(SummedTask):
         from torchmetrics.text import Perplexity
 
         accuracy = MulticlassAccuracy(self.classes, average="micro", ignore_index=PADDING)
-        metrics = {"token_accuracy": _Transposed(accuracy), "perplexity": Perplexity(ignore_index=PADDING)}
+        metrics = {"token_accuracy": accuracy, "perplexity": Perplexity(ignore_index=PADDING)}
         example = torch.zeros(2, 1, self.classes, dtype=torch.float64), torch.zeros(2, 1, dtype=torch.int64)
-        return MetricSums(metrics, example)
+        return MetricSums(metrics, example, {"token_accuracy": lambda logits: logits.argmax(-1)})
 
     def compared(self, outputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
         """Return logits float64 [N, positions, classes] and labels int64 [N, positions]."""
@@ -158,27 +162,3 @@ class Tokens(SummedTask):
             UsageError: always.
         """
         raise UsageError("labels of positions cannot be mixed: leave out `mixup`")
-
-
-class _Transposed:
-    """A metric that takes scores [N, classes, positions], given [N, positions, classes]."""
-
-    def __init__(self, metric: Any) -> None:
-        self.metric = metric
-
-    def update(self, predictions: Tensor, targets: Tensor) -> None:
-        """Add a batch."""
-        self.metric.update(predictions.movedim(2, 1), targets)
-
-    def set_dtype(self, kind: torch.dtype) -> _Transposed:
-        """Set the type of the states.
-
-        Returns:
-            This metric.
-        """
-        self.metric.set_dtype(kind)
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        """Return what the metric itself has."""
-        return getattr(self.metric, name)

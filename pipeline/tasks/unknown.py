@@ -55,7 +55,7 @@ class Unknown(Task):
 
     def described(self) -> str:
         """Return what becomes of the outputs."""
-        return "matched to the float network (`task` says what the outputs mean)"
+        return "matched to the float network"
 
     def loss(self, outputs: Tensor, targets: Any) -> NoReturn:  # noqa: ARG002
         """Refuse: there are no targets.

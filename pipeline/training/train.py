@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ul2q import models
-from ul2q.pipeline.config import TrainConfig
+from ul2q.pipeline.config import AUTO_TASK, TrainConfig
 from ul2q.pipeline.data import Dataset, DataSplits, batches, load_data
 from ul2q.pipeline.errors import JobError, UsageError, quantity
 from ul2q.pipeline.importers.checkpoint import (
@@ -35,7 +35,7 @@ from ul2q.pipeline.kfac import KFAC, collect_factors, convert_sync_batch_norm
 from ul2q.pipeline.progress import Progress
 from ul2q.pipeline.storage.atomic import check_output
 from ul2q.pipeline.storage.lock import claimed
-from ul2q.pipeline.tasks import check_network, task_for
+from ul2q.pipeline.tasks import Task, check_network, settle
 from ul2q.pipeline.tasks.inference import evaluation_batch
 from ul2q.pipeline.training.ranks import Ranks
 from ul2q.pipeline.training.settings import Settings, resolve
@@ -92,7 +92,8 @@ def train(
         ranks.lead(lambda: _claim(held, output, partial, resume=resume, overwrite=overwrite))
         sides = {"resize": config.resize, "crop": config.crop}
         data = load_data(config.data, changes={name: n for name, n in sides.items() if n is not None})
-        _check_data(data, config)
+        task, data = settle(data, name=config.task)
+        _check_data(data, task, config)
         _check_same(ranks, config, data)
         with torch.random.fork_rng(devices=[ranks.device] if ranks.device.type == "cuda" else []):
             torch.manual_seed(config.seed)
@@ -151,10 +152,9 @@ def _claim(held: ExitStack, output: Path, partial: Path, *, resume: bool, overwr
         )
 
 
-def _check_data(data: DataSplits, config: TrainConfig) -> None:
+def _check_data(data: DataSplits, task: Task, config: TrainConfig) -> None:
     if data.train is not None and len(data.train) < 2:
         raise UsageError(f"{config.data} has {len(data.train)} training sample: give at least 2")
-    task = task_for(data)
     task.check(data)
     check_network(config.arch, task, config.data)
     if config.fisher is not None and not task.has_fisher:
@@ -235,10 +235,11 @@ class _Run:
         self, config: TrainConfig, settings: Settings, data: DataSplits, ranks: Ranks, *, fresh: bool = True
     ) -> None:
         self.config, self.settings, self.data, self.ranks = config, settings, data, ranks
-        self.task = task_for(data)
+        self.task, data = settle(data, name=config.task)
+        self.data = data
         self.train: Dataset = data.train  # type: ignore[assignment]  # checked before
         self.stream = Stream(self.train, settings, ranks, self.task, seed=config.seed, augment=config.augment)
-        self.arch_args = models.arguments_for(config.arch, data.shape, data.num_classes or 1)
+        self.arch_args = models.arguments_for(config.arch, data.shape, self.task.outputs(data))
         self.model = models.build(config.arch, **self.arch_args).to(ranks.device)
         encoder = config.encoder_weights
         if encoder is not None and fresh:
@@ -334,6 +335,7 @@ class _Run:
         if state is None or checkpoint.epoch is None:
             raise UsageError(f"{checkpoint.path} is a finished checkpoint: there is nothing to resume")
         current, saved = self.config.to_dict(), state["config"]
+        saved = {"task": AUTO_TASK, **saved}  # a run that was started before there was a choice
         if differing := sorted(k for k in current if k not in _PLACEMENT and current[k] != saved.get(k)):
             shown = ", ".join(f"{k} {saved.get(k)!r}" for k in differing)
             raise UsageError(
