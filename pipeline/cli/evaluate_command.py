@@ -27,6 +27,9 @@ from ul2q.pipeline.cli.options import (
 from ul2q.pipeline.config import AUTO_TASK
 from ul2q.pipeline.errors import quantity
 
+# Numbers of a sample that `run` prints.
+_SHOWN_NUMBERS = 16
+
 
 def evaluate(
     model: Annotated[
@@ -88,7 +91,7 @@ def run(
     model's input itself.
     """
     start(quiet, debug)
-    from ul2q.pipeline.evaluation.evaluate import run_file, save_array
+    from ul2q.pipeline.evaluation.evaluate import answers_classes, run_file, save_array
     from ul2q.pipeline.storage.atomic import check_output
 
     if output is not None:
@@ -97,7 +100,7 @@ def run(
     values = run_file(model, inputs, changes=changes, low_memory=low_memory)
     if output is not None:
         save_array(output, values)
-    answers = values.argmax(1).tolist() if values.ndim == 2 else None
+    answers = values.argmax(1).tolist() if values.ndim == 2 and answers_classes(model) else None
     if as_json:
         print_json({"samples": len(values), "shape": list(values.shape), "argmax": answers})
     elif output is not None:
@@ -105,6 +108,9 @@ def run(
     elif answers is not None:
         for i, answer in enumerate(answers):
             typer.echo(f"{i}: class {answer}, score {values[i, answer]:.4g}")
+    elif values.ndim == 2 and values.shape[1] <= _SHOWN_NUMBERS:
+        for i, row in enumerate(values):
+            typer.echo(f"{i}: {', '.join(f'{value:.6g}' for value in row)}")
     else:
         typer.echo(f"output {list(values.shape)}: give -o OUT.npy to keep it")
 

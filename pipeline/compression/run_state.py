@@ -24,6 +24,7 @@ from ul2q.pipeline.progress import Progress
 from ul2q.pipeline.tasks import Classification, Task
 from ul2q.pipeline.tasks.inference import evaluating, evaluation_batch
 from ul2q.pipeline.tasks.losses import Loss, default_loss
+from ul2q.pipeline.tasks.unknown import Unknown
 from ul2q.runtimes.memory import return_freed_memory
 
 # Input elements of a calibration batch: the activations of large images would take much memory in 64 copies.
@@ -163,7 +164,8 @@ class Run:
         return self.task.metric if self.metric is None else getattr(self.metric, "__name__", "metric")
 
     def _measured(self, module: nn.Module, dataset: Dataset | None) -> dict[str, float] | None:
-        if dataset is None or (self.metric is None and not self.data.labelled):
+        measured = self.data.labelled and not isinstance(self.task, Unknown)
+        if dataset is None or (self.metric is None and not measured):
             return None
         if self.metric is not None:
             return {self.metric_name: self.metric(module, dataset)}

@@ -81,7 +81,13 @@ def calibrate_network(run: Run, captured: Captured, prepared: Prepared) -> Batch
         run.resume.finished.restore(prepared)
         fit_activations(prepared, run.calibration)
         return run.resume.finished.batch_norm
-    choice = calibrate(prepared, captured.module, run.calibration, synthetic=run.is_synthetic)
+    choice = calibrate(
+        prepared,
+        captured.module,
+        run.calibration,
+        synthetic=run.is_synthetic,
+        balanced=run.task.has_units,
+    )
     if run.resume is not None:
         run.resume.save(prepared, choice, ())
     return choice
@@ -148,7 +154,14 @@ def _recalibrated(
     """
     fit_activations(prepared, run.calibration)
     before, kept = score(), copy.deepcopy(prepared.module.state_dict())
-    choice = calibrate(prepared, captured.module, run.calibration, synthetic=run.is_synthetic, correct=False)
+    choice = calibrate(
+        prepared,
+        captured.module,
+        run.calibration,
+        synthetic=run.is_synthetic,
+        correct=False,
+        balanced=run.task.has_units,
+    )
     if score() >= before:
         return choice
     prepared.module.load_state_dict(kept)

@@ -50,6 +50,11 @@ def recorded_preprocess(model: Path) -> dict[str, Any]:
     return recorded if isinstance(recorded, dict) else {}
 
 
+def answers_classes(model: Path) -> bool:
+    """Return whether the outputs [N, D] of an ONNX file may be scores of classes, by the task it records."""
+    return runtime.metadata(model).get(metadata_keys.TASK, "unknown") in {"classification", "unknown"}
+
+
 def evaluate_file(
     model: ModelSource | Path,
     data: str | None = None,

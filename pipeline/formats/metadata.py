@@ -19,6 +19,8 @@ PREPROCESS = "ul2q.preprocess"
 SOURCE_SHA256 = "ul2q.source_sha256"
 SEED = "ul2q.seed"
 CPU = "ul2q.cpu"
+TASK = "ul2q.task"
+"""Task of the network, where it is not classification."""
 
 
 def cpu_entry(unsigned_layers: int) -> dict[str, Any]:

@@ -43,6 +43,7 @@ class Regression(SummedTask):
     metric: ClassVar[str] = "r2"
     title: ClassVar[str] = "R²"
     directions: ClassVar[Mapping[str, Direction]] = {"r2": HIGHER, "rmse": LOWER, "psnr": HIGHER}
+    has_units: ClassVar[bool] = True
     networks: ClassVar[tuple[str, ...]] = ("classification",)
 
     @classmethod

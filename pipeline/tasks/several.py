@@ -36,6 +36,7 @@ class Several(Task):
     metric: ClassVar[str] = "score"
     title: ClassVar[str] = "mean score"
     directions: ClassVar[Mapping[str, Direction]] = {"score": HIGHER}
+    has_units: ClassVar[bool] = True
 
     @classmethod
     def fits(cls, data: DataSplits, outputs: Any = None) -> bool:

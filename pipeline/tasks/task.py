@@ -34,6 +34,7 @@ class Task(ABC):
         title: name of `metric` in progress lines.
         directions: names of all metrics, `metric` first, and which values of each are better.
         networks: tasks of `ul2q.models.Architecture` whose networks it can train besides its own.
+        has_units: whether the outputs are numbers of different units, each of which counts alike.
         has_fisher: whether curvature factors can be collected: outputs are the logits of a distribution.
     """
 
@@ -44,6 +45,7 @@ class Task(ABC):
     title: ClassVar[str]
     directions: ClassVar[Mapping[str, Direction]]
     networks: ClassVar[tuple[str, ...]] = ()
+    has_units: ClassVar[bool] = False
     has_fisher: ClassVar[bool] = False
 
     @classmethod

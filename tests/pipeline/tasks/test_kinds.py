@@ -16,12 +16,13 @@ from torch.nn import functional as F
 
 from ul2q import CompressedModel, QuantConfig, UsageError, compress
 from ul2q.pipeline.data import DataSplits, as_splits, load_data
-from ul2q.pipeline.evaluation.evaluate import evaluate_file
+from ul2q.pipeline.evaluation.evaluate import answers_classes, evaluate_file
 from ul2q.pipeline.evaluation.fidelity import fidelity
 from ul2q.pipeline.progress import Progress
 from ul2q.pipeline.report.schema import complete
 from ul2q.pipeline.tasks import settle
 from ul2q.pipeline.tasks.losses import teacher_loss
+from ul2q.runtimes import onnxruntime as runtime
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(240, 8)).astype(np.float32)
@@ -400,6 +401,8 @@ def test_targets_in_files_are_compressed_and_evaluated(trained: dict[str, nn.Mod
     assert (measured["task"], measured["top1"], measured["samples"]) == ("regression", None, 48)
     assert measured["metrics"]["r2"] == pytest.approx(result.report["accuracy"]["onnxruntime"])
     assert result.report["parity"]["onnxruntime"]["argmax_agreement"] is None
+    assert runtime.metadata(folder / "model.onnx")["ul2q.task"] == "regression"
+    assert not answers_classes(folder / "model.onnx")
     boxes, found, kinds = parts_of_images()
     np.savez(tmp_path / "boxes.npz", x=IMAGES, y1=boxes, y2=found, y3=kinds)
     result = compress(trained["detector"], load_data(tmp_path / "boxes.npz"), QuantConfig(wbits=8))
@@ -461,3 +464,35 @@ def test_targets_of_python_objects(name: str, form: str) -> None:
 def test_unusable_targets_are_refused(data: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         as_splits(data)
+
+
+def test_a_loss_of_ones_own_takes_any_targets(trained: dict[str, nn.Module]) -> None:
+    seen: list[Any] = []
+
+    def loss(outputs: Tensor, targets: Tensor, teacher: Tensor) -> Tensor:
+        seen.append(targets.shape[1:])
+        return F.mse_loss(outputs[:, :3], targets) + F.mse_loss(outputs, teacher)
+
+    config = QuantConfig(wbits=4, epochs=1)
+    result = compress(trained["four numbers"], (X, WAVES[:, :3]), config, loss=loss)
+    assert result.run.task.name == "unknown"
+    assert set(seen) == {(3,)}
+    score = result.epochs[0].score
+    assert score is not None
+    assert score < 0  # minus this loss on the validation samples
+
+
+def test_numbers_of_small_units_count_as_much_as_others() -> None:
+    torch.manual_seed(0)
+    model = mlp(4)
+    with torch.no_grad():
+        model[4].weight *= torch.tensor([1.0, 10.0, 100.0, 0.1])[:, None]  # type: ignore[index]
+        y = model(torch.from_numpy(X)).numpy()
+    result = compress(model, (X, y), QuantConfig(wbits=8))
+    x = torch.from_numpy(X)
+    with torch.no_grad():
+        error = (result.module(x) - model(x)).square().mean(0) / model(x).var(0)
+    assert result.report["layers"][-1]["granularity"] == "channel"
+    assert float(error.max()) < 0.001
+    other = compress(model, X, QuantConfig(wbits=8))  # nothing says that these are numbers of four units
+    assert other.report["layers"][-1]["granularity"] == "tensor"
