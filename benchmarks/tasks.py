@@ -43,9 +43,9 @@ class Tagger(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(_WORDS, 32)
-        self.first, self.second = nn.Conv1d(32, 64, 3, padding=1), nn.Conv1d(64, 64, 3, padding=1)
-        self.head = nn.Linear(64, _TAGS)
+        self.embed = nn.Embedding(_WORDS, 8)
+        self.first, self.second = nn.Conv1d(8, 24, 3, padding=1), nn.Conv1d(24, 24, 1)
+        self.head = nn.Linear(24, _TAGS)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return logits [N, T, tags]."""

@@ -18,6 +18,7 @@ Rules, the same for one and for several inputs (one input is a tuple of one):
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,7 +38,14 @@ from ul2q.pipeline.data.items import accepted_forms, as_batch, as_numpy, as_samp
 from ul2q.pipeline.data.load import load_data
 from ul2q.pipeline.data.raw_datasets import SampleFormat, checked_labels, part_dataset, with_targets
 from ul2q.pipeline.data.raw_parts import Arrays, RawPart
-from ul2q.pipeline.data.targets import TargetForm, TargetFormat, are_labels, as_values, is_several
+from ul2q.pipeline.data.targets import (
+    TargetForm,
+    TargetFormat,
+    are_labels,
+    as_values,
+    is_several,
+    target_names,
+)
 from ul2q.pipeline.errors import UsageError, quantity
 
 #: samples of an iterable after which it is truncated, with a warning
@@ -126,7 +134,8 @@ def _dataset(data: Any, expected: _Expected) -> tuple[Dataset, bool]:
         return data, True
     if _has_all_samples(data, expected.input_names):
         inputs, y = split_target(data, expected.input_names, "the data")
-        return _from_arrays([as_numpy(x) for x in inputs], _as_targets(y), expected), True
+        arrays = [as_numpy(x) for x in inputs]
+        return _from_arrays(arrays, _as_targets(y), expected, target_names(y)), True
     if isinstance(data, DataLoader):
         loaded = data.dataset
         if data.collate_fn is not default_collate or isinstance(loaded, IterableDataset):
@@ -177,12 +186,18 @@ def _as_targets(y: Any) -> np.ndarray | tuple[np.ndarray, ...] | None:
 
 
 def _from_arrays(
-    arrays: Sequence[np.ndarray], y: np.ndarray | tuple[np.ndarray, ...] | None, expected: _Expected
+    arrays: Sequence[np.ndarray],
+    y: np.ndarray | tuple[np.ndarray, ...] | None,
+    expected: _Expected,
+    names: tuple[str, ...] = (),
 ) -> Dataset:
     single = len(arrays) == 1
     where = ["the array"] if single else [f"the array {name}" for name in expected.input_names]
     inputs = tuple(Arrays(raw, name) for raw, name in zip(arrays, where, strict=True))
     part = with_targets({"all": RawPart(inputs, y)}, expected.num_classes)["all"]
+    if names and part.targets is not None:
+        form = dataclasses.replace(part.targets.format, names=names)
+        part = dataclasses.replace(part, targets=dataclasses.replace(part.targets, format=form))
     labels = checked_labels(part, expected.num_classes)
     classes = None if labels is None else expected.num_classes or int(labels.max()) + 1
     return part_dataset(part, labels, SampleFormat(shape=expected.shape, num_classes=classes))
@@ -232,7 +247,8 @@ def _item_format(data: Any, first: Any, expected: _Expected) -> TargetFormat | N
     single = columns[0].size == len(columns[0])
     if not several and single and (are_labels(columns[0]) or (expected.num_classes or 0) > 1):
         return None
-    return TargetFormat(tuple(TargetForm.of(column, "the dataset") for column in columns), several)
+    forms = tuple(TargetForm.of(column, "the dataset") for column in columns)
+    return TargetFormat(forms, several, names=target_names(first))
 
 
 def _listed_labels(data: Any, num_classes: int | None) -> np.ndarray | None:

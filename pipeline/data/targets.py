@@ -95,11 +95,13 @@ class TargetFormat:
         forms: what the values allow.
         several: whether a sample's target is a tuple, even of one.
         types: type in which each is fetched: float32, or int64 of labels.
+        names: names of several targets, where they have any.
     """
 
     forms: tuple[TargetForm, ...]
     several: bool = False
     types: tuple[torch.dtype, ...] = ()
+    names: tuple[str, ...] = ()
 
     def typed(self, kinds: Sequence[torch.dtype]) -> TargetFormat:
         """Return the format with each target fetched in a type of ``kinds``."""
@@ -220,6 +222,11 @@ def as_values(target: Any, where: str) -> tuple[np.ndarray, ...]:
     if not arrays or any(array.dtype.kind not in "uifb" for array in arrays):
         raise UsageError(f"{where} has a {type(target).__name__} as target: use numbers")
     return arrays
+
+
+def target_names(target: Any) -> tuple[str, ...]:
+    """Return the names of several targets that are a mapping; none of others."""
+    return tuple(map(str, target)) if isinstance(target, Mapping) else ()
 
 
 def is_several(target: Any) -> bool:

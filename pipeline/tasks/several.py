@@ -52,10 +52,20 @@ class Several(Task):
 
     @classmethod
     def adopt(cls, data: DataSplits, outputs: Any = None) -> DataSplits:
-        """Return data whose targets are int64 where they are labels, else float32."""
+        """Return data whose targets are int64 where they are labels, else float32.
+
+        Raises:
+            UsageError: targets with names come in another order than the outputs.
+        """
         form, tensors = data.target_format, output_tensors(outputs)
         if form is None or len(tensors) != len(form.forms):
             return data
+        names = list(map(str, outputs)) if isinstance(outputs, Mapping) else []
+        if form.names and names and list(form.names) != names:
+            raise UsageError(
+                f"the targets are {', '.join(form.names)}, the outputs {', '.join(names)}: give them in that "
+                "order"
+            )
         kinds = tuple(
             torch.int64 if _kind(one, tensor) is Tokens else torch.float32
             for one, tensor in zip(form.forms, tensors, strict=True)

@@ -496,3 +496,25 @@ def test_numbers_of_small_units_count_as_much_as_others() -> None:
     assert float(error.max()) < 0.001
     other = compress(model, X, QuantConfig(wbits=8))  # nothing says that these are numbers of four units
     assert other.report["layers"][-1]["granularity"] == "tensor"
+
+
+class Named(nn.Module):
+    """Two outputs with names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp(4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.body(x)
+        return {"first": y[:, :2], "second": y[:, 2:]}
+
+
+def test_targets_with_names_are_those_of_the_outputs() -> None:
+    first, second = {"first": WAVES[:, :2]}, {"second": WAVES[:, 2:]}
+    result = compress(Named(), (X, first | second), QuantConfig(wbits=8))
+    assert [part.name for part in result.run.task.parts] == ["regression"] * 2  # type: ignore[attr-defined]
+    with pytest.raises(
+        UsageError, match="targets are second, first, the outputs first, second: give them in that order"
+    ):
+        compress(Named(), (X, second | first), QuantConfig(wbits=8))
