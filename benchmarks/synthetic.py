@@ -36,7 +36,9 @@ def main() -> None:
         print(f"{path.name}: float {measure_accuracy(source.model, real.test).top1:.4f}", flush=True)
         for width in map(int, options.wbits.split(",")):
             for epochs in (0, None):
-                config = QuantConfig(wbits=width, samples=options.samples, epochs=epochs)
+                config = QuantConfig(
+                    wbits=width, samples=options.samples, epochs=epochs, task="classification"
+                )
                 scores = [
                     measure_accuracy(compress(source.model, data, config).module, real.test).top1
                     for data in (drawn, real)

@@ -21,6 +21,9 @@ PRECISIONS = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 RUN = "run"
 """Key of a config.json under which it names the network and the samples of the run."""
+AUTO_TASK = "auto"
+TASKS = (AUTO_TASK, "classification", "multilabel", "regression", "dense", "embedding", "tokens")
+"""Tasks that can be asked for, names of `ul2q.pipeline.tasks.registry.TASKS`."""
 OPSETS = {
     18: (8, "1.20"), 19: (9, "1.20"), 20: (9, "1.20"), 21: (10, "1.20"), 22: (10, "1.22"), 23: (11, "1.24"),
     24: (12, "1.24"), 25: (13, "1.24"),
@@ -80,6 +83,7 @@ class QuantConfig(_Config):
             each layer.
         act_fit: how activation ranges are fitted; ``auto`` measures all fits and uses the best.
         quantizer: weight quantiser, a name in `ul2q.pipeline.quantize.registry.QUANTIZERS`.
+        task: what the outputs mean, one of `TASKS`; ``auto`` follows from targets and outputs.
         epochs: fine-tuning epochs; None means 5 for wbits <= 4 and 0 above.
         optimizer: optimiser of the fine-tuning.
         lr: its learning rate; None means the optimiser's default.
@@ -102,6 +106,7 @@ class QuantConfig(_Config):
     granularity: str = AUTO
     act_fit: str = "auto"
     quantizer: str = DEFAULT_QUANTIZER
+    task: str = AUTO_TASK
     epochs: int | None = None
     optimizer: str = "adam"
     lr: float | None = None
@@ -129,6 +134,7 @@ class QuantConfig(_Config):
         check_quantizer(self.quantizer, self.wbits)
         if self.quantizer != DEFAULT_QUANTIZER and self.step != AUTO:
             raise UsageError(f"`step` is {self.step!r}: only {DEFAULT_QUANTIZER} has a choice of steps")
+        _one_of("task", self.task, TASKS)
         _one_of("optimizer", self.optimizer, OPTIMIZERS)
         _one_of("opset", self.opset, tuple(OPSETS))
         _one_of("storage", self.storage, STORAGES)
@@ -208,6 +214,7 @@ class TrainConfig(_Config):
             ``empirical``; None keeps K-FAC's own factors, if any.
         precision: float32, or bfloat16 for autocast of the forward pass.
         device: cpu, cuda, or auto for a GPU where there is one.
+        task: what the network is for, one of `TASKS`; ``auto`` follows from the targets.
         seed: seed of initialisation, order and augmentation.
     """
 
@@ -239,6 +246,7 @@ class TrainConfig(_Config):
     fisher: str | None = None
     precision: str = "float32"
     device: str = "auto"
+    task: str = AUTO_TASK
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -270,3 +278,4 @@ class TrainConfig(_Config):
         _one_of("fisher", self.fisher, (None, *FISHERS))
         _one_of("precision", self.precision, PRECISIONS)
         _one_of("device", self.device, DEVICES)
+        _one_of("task", self.task, TASKS)

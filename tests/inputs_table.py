@@ -166,6 +166,15 @@ KINDS: dict[str, dict[str, str]] = {
         "unstated-statistics": "Images for a network whose mean and standard deviation nothing states",
         "many-samples": "50,000 samples in constant memory",
     },
+    "Targets": {
+        "regression": "Numbers [N] or [N, D], or images, as targets",
+        "multilabel": "Targets [N, labels] of 0 and 1",
+        "token-labels": "A label for every token or pixel",
+        "several-targets": "A target for each of several outputs (detectors)",
+        "no-targets": "No targets: outputs of any meaning, and figures of how far they are from float",
+        "one-hot": "One-hot rows",
+        "unusable-targets": "Targets that differ in number or shape, are not numbers, or not finite",
+    },
     "Files and runtimes": {
         "large-model": "A model above 2 GB",
         "moved-file": "A file moved away from the data file that belongs to it",

@@ -20,6 +20,7 @@ from ul2q.pipeline.cli.options import (
     Quiet,
     Resize,
     Std,
+    TaskName,
     TrustPickle,
     Weights,
     json_object,
@@ -62,6 +63,7 @@ def compress(
         str | None, typer.Option(metavar="DATA", help="Beside --train: validation samples.")
     ] = None,
     test: Annotated[str | None, typer.Option(metavar="DATA", help="Beside --train: test samples.")] = None,
+    task: TaskName = None,
     epochs: Annotated[int | None, typer.Option(help="Epochs of fine-tuning: 5 up to 4 bits, else 0.")] = None,
     step: Annotated[
         str | None, typer.Option(help="Step of the weights: auto, paper (λ*σ), mse or minmax.")
@@ -137,7 +139,7 @@ def compress(
 
     overrides = {
         "wbits": wbits, "abits": abits, "epochs": epochs, "step": step, "granularity": granularity,
-        "act_fit": act_fit, "quantizer": quantizer,
+        "act_fit": act_fit, "quantizer": quantizer, "task": task,
         "optimizer": optimizer, "lr": lr, "batch_size": batch_size, "samples": samples,
         "exclude": exclude or None, "dynamic": dynamic or None, "opset": opset, "storage": storage,
         "target": target, "seed": seed,

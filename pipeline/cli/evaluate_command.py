@@ -20,6 +20,7 @@ from ul2q.pipeline.cli.options import (
     Quiet,
     Resize,
     Std,
+    TaskName,
     TrustPickle,
     Weights,
     model_source,
@@ -27,7 +28,11 @@ from ul2q.pipeline.cli.options import (
     print_json,
     start,
 )
+from ul2q.pipeline.config import AUTO_TASK
 from ul2q.pipeline.errors import quantity
+
+# Numbers of a sample that `run` prints.
+_SHOWN_NUMBERS = 16
 
 
 def evaluate(
@@ -36,6 +41,7 @@ def evaluate(
         typer.Argument(metavar="MODEL", help="MODEL.onnx, MODEL.keras or a checkpoint.", show_default=False),
     ],
     data: Data = None,
+    task: TaskName = None,
     mean: Mean = None,
     std: Std = None,
     resize: Resize = None,
@@ -49,7 +55,7 @@ def evaluate(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Measure the accuracy on the test samples, or with masks how well salient objects are found."""
+    """Measure the accuracy on the test samples, or the metrics of the task that the data are for."""
     progress = start(quiet, debug)
     from ul2q.pipeline.evaluation.evaluate import evaluate_file
 
@@ -57,6 +63,7 @@ def evaluate(
         model_source(model, arch, arch_args, trust_pickle, weights, ignore),
         data,
         changes=preprocess_options(mean, std, resize, crop),
+        task=task or AUTO_TASK,
         progress=progress,
     )
     if as_json:
@@ -95,7 +102,13 @@ def run(
     model's input itself.
     """
     progress = start(quiet, debug)
-    from ul2q.pipeline.evaluation.evaluate import class_names, probabilities, run_file, save_array
+    from ul2q.pipeline.evaluation.evaluate import (
+        answers_classes,
+        class_names,
+        probabilities,
+        run_file,
+        save_array,
+    )
     from ul2q.pipeline.storage.atomic import check_output
 
     if output is not None:
@@ -104,7 +117,7 @@ def run(
     values = run_file(model, inputs, changes=changes, low_memory=low_memory, progress=progress)
     if output is not None:
         save_array(output, values)
-    answers = values.argmax(1).tolist() if values.ndim == 2 else None
+    answers = values.argmax(1).tolist() if values.ndim == 2 and answers_classes(model) else None
     names = class_names(model)
     named = answers is not None and len(names) == values.shape[1]
     shares = probabilities(values).max(1).tolist() if named else None
@@ -118,6 +131,9 @@ def run(
         for i, answer in enumerate(answers):
             known = f"{names[answer]}, {100 * shares[i]:.1f} %" if shares else ""
             typer.echo(f"{i}: {known or f'class {answer}, score {values[i, answer]:.4g}'}")
+    elif values.ndim == 2 and values.shape[1] <= _SHOWN_NUMBERS:
+        for i, row in enumerate(values):
+            typer.echo(f"{i}: {', '.join(f'{value:.6g}' for value in row)}")
     else:
         typer.echo(f"output {list(values.shape)}: give -o OUT.npy to keep it")
 

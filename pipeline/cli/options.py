@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ul2q.pipeline.cli.option_names import with_options
+from ul2q.pipeline.config import TASKS
 from ul2q.pipeline.data.sources import registry
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.importers.source import ModelSource
@@ -49,6 +50,12 @@ Ignore = Annotated[
     typer.Option(metavar="PATTERN", help="Weights of the file that no layer wants; may be repeated."),
 ]
 OnnxFile = Annotated[Path, typer.Argument(metavar="MODEL.onnx", help="An ONNX file.", show_default=False)]
+TaskName = Annotated[
+    str | None,
+    typer.Option(
+        "--task", help=f"What the outputs mean: {', '.join(TASKS)}; auto follows from targets and outputs."
+    ),
+]
 Resize = Annotated[
     int | None,
     typer.Option(metavar="N", help="Resize images to squares of this side; with --crop, their shorter side."),

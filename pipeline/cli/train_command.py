@@ -17,6 +17,7 @@ from ul2q.pipeline.cli.options import (
     Quiet,
     Resize,
     Std,
+    TaskName,
     preprocess_options,
     print_json,
     shown,
@@ -83,6 +84,7 @@ def train(
         typer.Option(help="Collect curvature for compress in a last pass: mc (sampled labels) or empirical."),
     ] = None,
     precision: Annotated[str, typer.Option(help="float32, or bfloat16 for autocast.")] = "float32",
+    task: TaskName = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")] = "auto",
     seed: Annotated[int, typer.Option(help="Seed of initialisation, order and augmentation.")] = 0,
     resume: Annotated[
@@ -111,7 +113,7 @@ def train(
         "refresh": int(refresh) if refresh is not None and refresh.isdecimal() else refresh,
         "rescale_weights": rescale_weights, "sync_bn": sync_bn, "fisher": fisher,
         "encoder_weights": encoder_weights, "precision": precision,
-        "device": device, **preprocess_options(mean, std, resize, crop),
+        "device": device, "task": task, **preprocess_options(mean, std, resize, crop),
     }  # fmt: skip
     config = TrainConfig(arch=arch, data=data, optimizer=optimizer, seed=seed, **without_none(settings))
     with joined(config.device) as first:

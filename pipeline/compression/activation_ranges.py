@@ -16,6 +16,9 @@ from ul2q.pipeline.quantize.fake import ActivationQuantizer
 
 # Another range than that of the least squared error must lower the error of the readers by so much.
 _LEAST_GAIN = 0.02
+# So few values do not show the tails of an activation: there the error is scaled to that of all calibration
+# samples, of which the histogram knows.
+_FEW_VALUES = 2**16
 
 
 @torch.no_grad()
@@ -76,11 +79,14 @@ def _error(
     layers: Sequence[tuple[nn.Module, Any]],
     x: Tensor,
 ) -> float:
-    """Return the squared error that rounding ``x`` leaves in the outputs of ``layers``."""
+    """Return the squared error that rounding ``x`` leaves in the outputs of ``layers``, up to a factor."""
     quantizer.use(params)
     difference = quantizer.quantized(x) - x
     total = 0.0
     for layer, weight in layers:
         y: Tensor = torch.func.functional_call(layer, {"weight": weight}, (difference,))
         total += float(y.double().square().sum())
-    return total
+    seen = float(difference.double().square().sum())
+    if x.numel() > _FEW_VALUES or seen == 0:
+        return total
+    return total / seen * params.error * float(x.double().square().sum())

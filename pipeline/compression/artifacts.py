@@ -25,7 +25,9 @@ from ul2q.pipeline.importers.checkpoint import CheckpointRecord, save_checkpoint
 from ul2q.pipeline.report import page, render, schema
 from ul2q.pipeline.report.schema import Report
 from ul2q.pipeline.storage.torch_save import write_tensors
+from ul2q.pipeline.tasks import Classification
 from ul2q.pipeline.tasks.inference import evaluation_batch
+from ul2q.pipeline.tasks.several import Several
 from ul2q.runtimes.memory import return_freed_memory
 
 # Inputs on which every written file is compared with the lowered network.
@@ -73,17 +75,14 @@ def write(
         counted = measure.counted(network.prepared)
         measured = {
             "layers": report["layers"],
+            "fidelity": report["fidelity"],
             "activations": report["activations"],
             "cpu": report["cpu"],
             "size": {f"{output.format.name}_bytes": output.written.bytes for output in outputs} | size,
             **counted,
             "memory": counted["memory"] | measure.memory(files),
             **_with_runtimes(run, report, outputs),
-            "parity": {
-                name: entry
-                for output in outputs
-                for name, entry in output.parity.by_runtime(output.format.runtime).items()
-            },
+            "parity": _parities(run, outputs),
             "latency_ms": measure.latency(files),
             "load_ms": measure.loading(files),
         }
@@ -153,10 +152,24 @@ def _with_runtimes(run: Run, report: Report, outputs: Sequence[_Output]) -> dict
     """Return the fields ``accuracy`` and ``metrics`` of the report so far, with the score of each file."""
     accuracy: dict[str, Any] = dict(report["accuracy"])
     if accuracy["float"] is not None:
+        every = isinstance(run.task, Several)
         for output in outputs:
-            metrics = test_scores(run, output.format.score(output.written))
+            module = output.format.score(output.written, every=every)
+            metrics = None if module is None else test_scores(run, module)
             accuracy[output.format.runtime] = None if metrics is None else metrics[run.metric_name]
     return {"accuracy": accuracy, "metrics": report["metrics"]}
+
+
+def _parities(run: Run, outputs: Sequence[_Output]) -> dict[str, Any]:
+    """Return the field ``parity``; only classifiers answer with classes that could be the same."""
+    entries = {
+        name: entry
+        for output in outputs
+        for name, entry in output.parity.by_runtime(output.format.runtime).items()
+    }
+    if isinstance(run.task, Classification):
+        return entries
+    return {name: {**entry, "argmax_agreement": None} for name, entry in entries.items()}
 
 
 def _first_samples(dataset: Dataset, count: int) -> Iterator[Sequence[Tensor]]:

@@ -33,6 +33,7 @@ def calibrate(
     *,
     synthetic: bool = False,
     correct: bool = True,
+    balanced: bool = False,
 ) -> BatchNormChoice | None:
     """Calibrate ``prepared`` in place on unlabelled inputs.
 
@@ -43,6 +44,7 @@ def calibrate(
         synthetic: whether the inputs are synthetic, see `reestimate_batch_norm`.
         correct: whether ``reference`` has the weights of ``prepared``, so that its layers show which biases
             are missing.
+        balanced: see `choose_steps`.
 
     Returns:
         The choice of batch norm statistics, or None without batch norm, or without any batch of at least two
@@ -54,7 +56,7 @@ def calibrate(
     config = prepared.config
     set_activations(prepared, "off")
     if config.step != "paper" or config.granularity == AUTO:
-        choose_steps(prepared, compared_samples(batches))
+        choose_steps(prepared, compared_samples(batches), balanced=balanced)
     if config.as_published:
         choice = reestimate_batch_norm(prepared.module, reference, batches, batches, synthetic=synthetic)
     else:

@@ -37,23 +37,28 @@ def compress(
     *,
     loss: Loss = default_loss,
     metric: Callable[[nn.Module, Dataset], float] | None = None,
+    task: str | None = None,
     progress: Progress | None = None,
 ) -> CompressedModel:
     """Quantise a trained network.
 
     Args:
         model: the network; half or double precision is converted to float32.
-        data: arrays (x, y), a Dataset, a DataLoader, an iterable of batches, or a source by name or path; for
+        data: arrays (x, y) with labels, masks or numbers as targets (a tuple of them for several outputs), a
+            Dataset, a DataLoader, an iterable of batches, or a source by name or path; for
             several inputs (x1, x2, y) in place of (x, y), or a mapping of input names to arrays.
         config: configuration.
         loss: fine-tuning loss of (outputs, targets or None, outputs of the float network).
-        metric: score of (module, dataset), larger is better; None means top-1 accuracy.
+        metric: score of (module, dataset), larger is better; None means the task's.
+        task: what the outputs mean, in place of ``config.task``.
         progress: where to report; None means silence.
 
     Returns:
         The compressed network; `CompressedModel.save` writes and verifies its files.
     """
     check_float(model, type(model).__name__)
+    if task is not None:
+        config = replace(config, task=task)
     check_finite(model.state_dict(), type(model).__name__)
     if any(p.is_floating_point() and p.dtype != torch.float32 for p in model.parameters()):
         model = copy.deepcopy(model).float()

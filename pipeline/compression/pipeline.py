@@ -28,6 +28,7 @@ from ul2q.pipeline.graph.lower import lower
 from ul2q.pipeline.graph.prepare import prepare
 from ul2q.pipeline.quantize.registry import QUANTIZERS
 from ul2q.pipeline.report.schema import Report
+from ul2q.pipeline.tasks import Classification
 
 
 def run_stages(run: Run, formats: Sequence[OutputFormat] = ()) -> CompressedModel:
@@ -84,6 +85,8 @@ def plan(run: Run, formats: Sequence[OutputFormat]) -> Report:
 
 def _metadata(run: Run, captured: Captured) -> dict[str, str]:
     metadata = {metadata_keys.PREPROCESS: json.dumps(run.data.preprocess.to_dict(), sort_keys=True)}
+    if not isinstance(run.task, Classification):
+        metadata[metadata_keys.TASK] = run.task.name
     if run.source is not None:
         metadata[metadata_keys.SOURCE_SHA256] = run.source.sha256
         if run.source.data is not None and run.data.unseen(run.source.data) and "digest" in run.data.split:

@@ -11,6 +11,7 @@ from torch import nn
 
 from ul2q.pipeline.compression.run_state import CompressedNetwork, Run
 from ul2q.pipeline.evaluation import measure
+from ul2q.pipeline.evaluation.fidelity import fidelity
 from ul2q.pipeline.graph.capture import Captured
 from ul2q.pipeline.graph.modes import in_eval_mode
 from ul2q.pipeline.graph.prepare import Prepared
@@ -34,6 +35,9 @@ def network_report(run: Run, network: CompressedNetwork) -> Report:
     fields = measure.layers_report(network.prepared, network.lowered, network.exported)
     with run.stage("evaluate"):
         fields |= accuracy_fields(run, network)
+    fields["fidelity"] = fidelity(
+        network.lowered.module, run.model, run.data, network.lowered.output_names, run.task.decisions
+    )
     return written_report(run, network, {**fields, **measure.counted(network.prepared)})
 
 
@@ -87,6 +91,7 @@ def _about(run: Run) -> dict[str, Any]:
             "parameters": sum(p.numel() for p in run.model.parameters()),
         },
         "data": Path(run.data.spec).name,
+        "task": {"name": run.task.name, "description": run.about_task or None},
         "config": run.config.to_dict(),
         "seed": run.config.seed,
     }

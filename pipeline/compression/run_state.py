@@ -23,11 +23,15 @@ from ul2q.pipeline.graph.prepare import Prepared
 from ul2q.pipeline.importers.checkpoint import Checkpoint
 from ul2q.pipeline.progress import Progress
 from ul2q.pipeline.tasks import Classification, Task
+from ul2q.pipeline.tasks.inference import evaluating, evaluation_batch
 from ul2q.pipeline.tasks.losses import Loss, default_loss
+from ul2q.pipeline.tasks.unknown import Unknown
 from ul2q.runtimes.memory import return_freed_memory
 
 # Input elements of a calibration batch: the activations of large images would take much memory in 64 copies.
 _CALIBRATION_ELEMENTS = 2**18
+# Samples on which the loss decides between states of the fine-tuning.
+_SCORED_SAMPLES = 1000
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,8 @@ class Run:
         progress: where to report.
         loss: fine-tuning loss; `default_loss` means the task's.
         metric: score of (module, dataset); None means the task's metric.
-        task: the task, known once the network is captured.
+        task: the task, settled once the network is captured.
+        about_task: a line about it, its outputs and targets.
         source: the checkpoint that the network came from, if any.
         resume: where finished stages are saved, if anywhere.
         notes: warnings from loading the model and its samples.
@@ -56,6 +61,7 @@ class Run:
     loss: Loss = default_loss
     metric: Callable[[nn.Module, Dataset], float] | None = None
     task: Task = field(default_factory=Classification)
+    about_task: str = ""
     source: Checkpoint | None = None
     resume: ResumeState | None = None
     notes: tuple[str, ...] = ()
@@ -115,10 +121,41 @@ class Run:
         """Return inputs of one or two samples."""
         return [x[:2] for x in next(self._calibration_inputs())]
 
-    def score(self, module: nn.Module) -> float | None:
-        """Return the validation score, or None without labelled validation data."""
-        metrics = self._measured(module, self.data.validation)
-        return None if metrics is None else metrics[self.metric_name]
+    @property
+    def fine_tuning_loss(self) -> Loss:
+        """The loss of the fine-tuning: the user's, or the task's."""
+        return self.task.distillation if self.loss is default_loss else self.loss
+
+    def score(self, module: nn.Module, reference: nn.Module) -> float:
+        """Return the score that decides which state of the fine-tuning is kept; larger is better.
+
+        It is the metric on the validation samples. Where that is not defined it is minus the fine-tuning loss
+        there, without targets the error relative to the float network: on the training samples where there
+        are no others.
+
+        Args:
+            module: the quantised network.
+            reference: the float network.
+        """
+        held_out = self.data.validation
+        if held_out is not None and (metrics := self._measured(module, held_out)) is not None:
+            return metrics[self.metric_name]
+        total, count = 0.0, 0
+        with evaluating(module):
+            for inputs, targets in batches(held_out or self.train, evaluation_batch(self.data.shape)):
+                loss = self.fine_tuning_loss(module(*inputs), targets, reference(*inputs))
+                total, count = total + float(loss) * len(inputs[0]), count + len(inputs[0])
+                if count >= _SCORED_SAMPLES:
+                    break
+        return -total / count
+
+    def shown_score(self, score: float) -> str:
+        """Return a score of `score` as text, for example "validation accuracy 0.9840"."""
+        if self.data.validation is None:
+            return f"training loss {-score:.4f}"
+        if self.metric is None and not self.data.labelled:
+            return f"validation loss {-score:.4f}"
+        return f"validation {self.task.title if self.metric is None else self.metric_name} {score:.4f}"
 
     def test_metrics(self, module: nn.Module) -> dict[str, float] | None:
         """Return the metrics on the test samples, `metric_name` first, or None without labelled ones."""
@@ -130,7 +167,8 @@ class Run:
         return self.task.metric if self.metric is None else getattr(self.metric, "__name__", "metric")
 
     def _measured(self, module: nn.Module, dataset: Dataset | None) -> dict[str, float] | None:
-        if dataset is None or (self.metric is None and not self.data.labelled):
+        measured = self.data.labelled and not isinstance(self.task, Unknown)
+        if dataset is None or (self.metric is None and not measured):
             return None
         if self.metric is not None:
             return {self.metric_name: self.metric(module, dataset)}

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ul2q import models
 from ul2q.pipeline.compression.calibrate import calibrate, fit_activations
 from ul2q.pipeline.compression.corrections import BatchNormChoice
 from ul2q.pipeline.compression.finetune import EpochResult, finetune
 from ul2q.pipeline.compression.run_state import Run
 from ul2q.pipeline.data import Inputs, batches
+from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.graph.capture import Captured, capture
 from ul2q.pipeline.graph.dynamic_axes import requested_axes
 from ul2q.pipeline.graph.input_types import adapt_inputs, input_names
 from ul2q.pipeline.graph.prepare import Prepared
 from ul2q.pipeline.importers.model_file import check_translation
-from ul2q.pipeline.tasks import task_for
+from ul2q.pipeline.tasks import Classification, settle
 from ul2q.pipeline.tasks.losses import default_loss
+from ul2q.pipeline.tasks.registry import describe
+from ul2q.pipeline.tasks.unknown import Unknown
 
 
 def capture_network(run: Run) -> tuple[Run, Captured]:
@@ -40,17 +45,36 @@ def capture_network(run: Run) -> tuple[Run, Captured]:
 
 
 def with_task(run: Run, captured: Captured) -> Run:
-    """Return the run with its task, after a check that the outputs fit the labels or masks.
+    """Return the run with its task and its samples' targets in the form that the task takes.
 
     Raises:
-        UsageError: the network has no output for them.
+        UsageError: the outputs of the network do not fit the targets.
     """
-    run = replace(run, task=task_for(run.data, captured.module))
-    if run.loss is default_loss and run.data.labelled:
-        with torch.no_grad():
-            outputs = captured.module(*run.example())
-        run.task.check_outputs(outputs, run.data, measured=run.metric is None)
+    with torch.no_grad():
+        outputs = captured.module(*run.example())
+    free = run.loss is not default_loss  # what the outputs and targets are is the user's matter
+    name, known = run.config.task, known_task(run)
+    try:
+        task, data = settle(run.data, captured.module, outputs=outputs, name=name, known=known)
+        if run.data.labelled:
+            task.check_outputs(outputs, data, measured=run.metric is None)
+    except UsageError:
+        if not free:
+            raise
+        return replace(run, task=Unknown())
+    run = replace(run, task=task, data=data, about_task=describe(task, data, outputs))
+    hint = "; `task` says what the outputs mean" if isinstance(task, Unknown) else ""
+    run.progress.line(f"task: {run.about_task}{hint}")
     return run
+
+
+def known_task(run: Run) -> str | None:
+    """Return the task that the architecture of the registry, or recorded class names, stand for, if any."""
+    if run.source is None:
+        return None
+    if run.source.arch in models.names():
+        return models.get(run.source.arch).task
+    return Classification.name if run.source.classes is not None else None
 
 
 def calibrate_network(run: Run, captured: Captured, prepared: Prepared) -> BatchNormChoice | None:
@@ -63,7 +87,13 @@ def calibrate_network(run: Run, captured: Captured, prepared: Prepared) -> Batch
         run.resume.finished.restore(prepared)
         fit_activations(prepared, run.calibration)
         return run.resume.finished.batch_norm
-    choice = calibrate(prepared, captured.module, run.calibration, synthetic=run.is_synthetic)
+    choice = calibrate(
+        prepared,
+        captured.module,
+        run.calibration,
+        synthetic=run.is_synthetic,
+        balanced=run.task.has_units,
+    )
     if run.resume is not None:
         run.resume.save(prepared, choice, ())
     return choice
@@ -90,13 +120,17 @@ def finetune_network(
         run.progress.line(f"resumed after epoch {len(epochs)} of {config.finetune_epochs}")
     if config.finetune_epochs == 0 or (finished is not None and finished.tuned):
         return tuple(epochs)
-    has_score = run.score(captured.module) is not None
     tuning: dict[str, Any] = {}
+
+    def score() -> float:
+        return run.score(prepared.module, captured.module)
+
+    def refit() -> None:
+        fit_activations(prepared, run.calibration)
+
     results = finetune(
         prepared, captured.module, lambda epoch: _epoch_batches(run, epoch), _steps(run),
-        loss=run.task.distillation if run.loss is default_loss else run.loss,
-        refit=lambda: fit_activations(prepared, run.calibration),
-        score=(lambda: run.score(prepared.module) or 0.0) if has_score else None,
+        loss=run.fine_tuning_loss, refit=refit, score=score,
         resume_state=None if finished is None else finished.tuning,
         save_state=None if resume is None else tuning.update,
     )  # fmt: skip
@@ -104,14 +138,41 @@ def finetune_network(
         epochs.append(result)
         if resume is not None:
             resume.save(prepared, batch_norm, epochs, tuning)
-        score = "" if result.score is None else f", validation {run.task.title} {result.score:.4f}"
-        run.progress.line(f"epoch {result.epoch}/{config.finetune_epochs}: loss {result.loss:.4f}{score}")
-    batch_norm = calibrate(
-        prepared, captured.module, run.calibration, synthetic=run.is_synthetic, correct=False
-    )
+        shown = "" if result.score is None else f", {run.shown_score(result.score)}"
+        run.progress.line(f"epoch {result.epoch}/{config.finetune_epochs}: loss {result.loss:.4f}{shown}")
+    batch_norm = _recalibrated(run, captured, prepared, batch_norm, score)
     if resume is not None:
         resume.save(prepared, batch_norm, epochs, tuned=True)
     return tuple(epochs)
+
+
+def _recalibrated(
+    run: Run,
+    captured: Captured,
+    prepared: Prepared,
+    batch_norm: BatchNormChoice | None,
+    score: Callable[[], float],
+) -> BatchNormChoice | None:
+    """Calibrate the tuned graph again, unless that lowers the score: fine-tuning ends no worse than it began.
+
+    Returns:
+        Which batch norm statistics were chosen last.
+    """
+    fit_activations(prepared, run.calibration)
+    before, kept = score(), copy.deepcopy(prepared.module.state_dict())
+    choice = calibrate(
+        prepared,
+        captured.module,
+        run.calibration,
+        synthetic=run.is_synthetic,
+        correct=False,
+        balanced=run.task.has_units,
+    )
+    if score() >= before:
+        return choice
+    prepared.module.load_state_dict(kept)
+    fit_activations(prepared, run.calibration)
+    return batch_norm
 
 
 def _steps(run: Run) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ _PRUNED = 0.2
 
 
 @torch.no_grad()
-def choose_steps(prepared: Prepared, inputs: Sequence[Tensor]) -> None:
+def choose_steps(prepared: Prepared, inputs: Sequence[Tensor], *, balanced: bool = False) -> None:
     """Choose step and granularity of every quantised weight, in place; every layer sees its real inputs.
 
     See `ul2q.pipeline.quantize.steps` for the candidates and the rule. The mean error of a channel does not
@@ -38,15 +39,18 @@ def choose_steps(prepared: Prepared, inputs: Sequence[Tensor]) -> None:
     Args:
         prepared: the graph; the activation quantisers are off.
         inputs: calibration samples, one tensor per model input.
+        balanced: count the error of every output of the network in units of its own variance, as numbers of
+            different units need it; else outputs of large variance count most.
     """
+    last = _last_layers(prepared) if balanced else frozenset()
     module, config = prepared.module, prepared.config
     chosen: dict[Any, Step] = {}
     handles = []
-    for layer in module.modules():
+    for name, layer in module.named_modules():
         if not parametrize.is_parametrized(layer, "weight") or weight_quantizer(layer).step is None:
             continue
         if config.step != "paper" or config.granularity == AUTO:
-            handles.append(layer.register_forward_pre_hook(_Chooser(config, chosen)))
+            handles.append(layer.register_forward_pre_hook(_Chooser(config, chosen, name in last)))
     try:
         module.eval()
         module(*inputs)
@@ -55,17 +59,34 @@ def choose_steps(prepared: Prepared, inputs: Sequence[Tensor]) -> None:
             handle.remove()
 
 
+def _last_layers(prepared: Prepared) -> frozenset[str]:
+    """Return the layers whose results are outputs of the network, moved, joined or rounded at most."""
+    modules = dict(prepared.module.named_modules())
+    (output,) = (node for node in prepared.module.graph.nodes if node.op == "output")
+    pending, seen, last = list(output.all_input_nodes), set(), set()
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.op == "call_module" and weighted_operator(modules[str(node.target)]) is not None:
+            last.add(str(node.target))
+        else:
+            pending += node.all_input_nodes
+    return frozenset(last)
+
+
 class _Chooser:
     """Chooses the step of a layer when it is called for the first time; layers of one weight share it."""
 
-    def __init__(self, config: QuantConfig, chosen: dict[Any, Step]) -> None:
-        self.config, self.chosen, self.done = config, chosen, False
+    def __init__(self, config: QuantConfig, chosen: dict[Any, Step], balanced: bool) -> None:
+        self.config, self.chosen, self.balanced, self.done = config, chosen, balanced, False
 
     def __call__(self, layer: nn.Module, arguments: tuple[Any, ...]) -> None:
         if self.done:
             return
         self.done = True
-        problem = _LayerProblem.of(layer, arguments[0])
+        problem = _LayerProblem.of(layer, arguments[0], self.balanced)
         key = (master_weight(layer).data_ptr(), problem.weight.shape, problem.operator.transposed)
         if key not in self.chosen:
             self.chosen[key] = problem.choose(self.config)
@@ -82,6 +103,7 @@ class _LayerProblem:
         inputs: its input [N, I, …], or […, I] of a linear layer.
         weight: its float weight.
         k: width in bits.
+        balanced: whether the error of each channel is in units of its variance.
     """
 
     layer: nn.Module
@@ -89,12 +111,14 @@ class _LayerProblem:
     inputs: Tensor
     weight: NDArray[np.float32]
     k: int
+    balanced: bool
 
     @classmethod
-    def of(cls, layer: nn.Module, inputs: Tensor) -> _LayerProblem:
+    def of(cls, layer: nn.Module, inputs: Tensor, balanced: bool) -> _LayerProblem:
         operator = weighted_operator(layer)
         assert operator is not None  # noqa: S101  (only such layers have a quantised weight)
-        return cls(layer, operator, inputs, master_weight(layer).numpy(), weight_quantizer(layer).k)
+        weight = master_weight(layer).numpy()
+        return cls(layer, operator, inputs, weight, weight_quantizer(layer).k, balanced)
 
     def choose(self, config: QuantConfig) -> Step:
         """Return the chosen step; its error is relative to the variance of the output."""
@@ -116,6 +140,18 @@ class _LayerProblem:
         return self._power(torch.from_numpy(self.weight - dequantize(codes, grid)))
 
     def _power(self, weight: Tensor) -> float:
+        """Return the variance of the output by ``weight``, summed over channels."""
+        powers = self._powers(weight)
+        return float((powers / self._units).sum() if self.balanced else powers.sum())
+
+    @cached_property
+    def _units(self) -> Tensor:
+        """The power of each channel of the float output [C]; of constant ones the mean of all."""
+        powers = self._powers(torch.from_numpy(self.weight))
+        mean = powers.mean()
+        return torch.where(powers > _LEAST_IMPORTANCE**2 * mean, powers, mean) if mean > 0 else powers + 1
+
+    def _powers(self, weight: Tensor) -> Tensor:
         bare = shell(self.layer, bias=False)
         y: Tensor = torch.func.functional_call(bare, {"weight": weight}, (self.inputs,))
         channels = y.shape[-1] if self.operator.channels_last else y.shape[1]
@@ -124,7 +160,7 @@ class _LayerProblem:
             if self.operator.channels_last
             else y.transpose(0, 1).reshape(channels, -1)
         )
-        return float((rows - rows.mean(1, keepdim=True)).double().square().sum())
+        return (rows - rows.mean(1, keepdim=True)).double().square().sum(1)
 
     def importance(self) -> NDArray[np.float32]:
         """Return the variance of what each weight multiplies, over its mean, to broadcast with the weight."""

@@ -15,6 +15,7 @@ from ul2q.pipeline.data.datasets import ColumnDataset, Dataset
 from ul2q.pipeline.data.input_columns import ArrayColumn
 from ul2q.pipeline.data.preprocess import Preprocess
 from ul2q.pipeline.data.split import split_rows
+from ul2q.pipeline.data.targets import TargetFormat
 from ul2q.pipeline.errors import UsageError
 
 #: names of the parts
@@ -59,8 +60,22 @@ class DataSplits:
 
     @property
     def labelled(self) -> bool:
-        """Whether the samples have labels or masks."""
-        return self.num_classes is not None or self.dense
+        """Whether the samples have targets: labels, masks or others."""
+        return self.num_classes is not None or self.dense or self.target_format is not None
+
+    @property
+    def target_format(self) -> TargetFormat | None:
+        """What the targets of all parts allow, where they are neither labels nor masks; else None.
+
+        Raises:
+            UsageError: the targets of the parts differ in number or shape.
+        """
+        formats = [part.target_format for part in self.parts]
+        known = [one for one in formats if one is not None]
+        joined = known[0] if known else None
+        for one in known[1:]:
+            joined = one if joined is None else joined.joined(one, self.spec)
+        return joined
 
     @property
     def dense(self) -> bool:
@@ -84,6 +99,16 @@ class DataSplits:
     def record(self) -> dict[str, Any]:
         """Return what a checkpoint records under ``data``."""
         return {"spec": self.spec, "split": dict(self.split)}
+
+    def with_target_type(self, kind: torch.dtype) -> DataSplits:
+        """Return the splits with targets in the type ``kind``; labels [N] become numbers [N, 1]."""
+        changed = self.map(lambda part: part.with_target_type(kind))
+        return dataclasses.replace(changed, classes=None, num_classes=None)
+
+    def without_targets(self) -> DataSplits:
+        """Return the splits without targets."""
+        changed = self.map(lambda part: part.without_targets())
+        return dataclasses.replace(changed, classes=None, num_classes=None)
 
     def map(self, change: Callable[[Dataset], Dataset]) -> DataSplits:
         """Return the splits with ``change`` applied to every part that has samples."""
@@ -111,6 +136,12 @@ def make_splits(parts: Parts, *, spec: str, record: dict[str, Any], **fields: An
     first = next((part for name in PARTS if (part := parts.get(name)) is not None), None)
     if first is None:
         raise UsageError("the data contain no samples")
+    if any(part is not None and part.target_format is not None for part in parts.values()):
+        mixed = {
+            name: part for name, part in parts.items() if part is not None and part.num_classes is not None
+        }
+        parts = {**parts, **{name: part.with_target_type(torch.float32) for name, part in mixed.items()}}
+        first = next(part for name in PARTS if (part := parts.get(name)) is not None)
     described = {"num_classes": first.num_classes, "preprocess": first.preprocess, **fields}
     train, validation, test = (parts.get(name) for name in PARTS)
     return DataSplits(train, validation, test, spec=spec, shape=first.shape, split=record, **described)

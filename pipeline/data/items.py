@@ -74,13 +74,11 @@ def split_target(item: Any, input_names: Sequence[str], where: str) -> tuple[lis
     raise UsageError(f"{where} is a {type(item).__name__}: {accepted_forms(input_names)}")
 
 
-def as_sample(
-    item: Any, input_names: Sequence[str], where: str
-) -> tuple[tuple[torch.Tensor, ...], int | None]:
-    """Return one sample of a user's dataset as inputs in float32, and its label.
+def as_sample(item: Any, input_names: Sequence[str], where: str) -> tuple[tuple[torch.Tensor, ...], Any]:
+    """Return one sample of a user's dataset as inputs in float32, and its target as it is, or None.
 
     Raises:
-        UsageError: the item has another form, an input is not numeric, or the label is not a number.
+        UsageError: the item has another form, or an input is not numeric.
     """
     values, y = split_target(item, input_names, where)
     inputs = []
@@ -92,10 +90,7 @@ def as_sample(
                 raise UsageError(f"{where} is a {type(item).__name__}: {accepted_forms(input_names)}")
             tensor = torch.from_numpy(array)
         inputs.append(tensor.detach().to("cpu").to(torch.float32))
-    try:
-        return tuple(inputs), None if y is None else int(y)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise UsageError(f"{where} has a {type(y).__name__} as label: use whole numbers from 0") from error
+    return tuple(inputs), y
 
 
 def _numbers(value: Any) -> np.ndarray | None:
@@ -107,8 +102,8 @@ def _numbers(value: Any) -> np.ndarray | None:
     return array if array.dtype.kind in "uifb" else None
 
 
-def as_batch(item: Any, input_names: Sequence[str], where: str) -> tuple[list[np.ndarray], np.ndarray | None]:
-    """Return one batch as arrays of the inputs [N, ...] and of the targets.
+def as_batch(item: Any, input_names: Sequence[str], where: str) -> tuple[list[np.ndarray], Any]:
+    """Return one batch as arrays of the inputs [N, ...], and its targets as they are, or None.
 
     Raises:
         UsageError: the item has another form, or its inputs are not arrays with one length.
@@ -120,4 +115,4 @@ def as_batch(item: Any, input_names: Sequence[str], where: str) -> tuple[list[np
     if len({len(x) for x in arrays}) > 1:
         lengths = [len(x) for x in arrays]
         raise UsageError(f"{where}: the inputs contain differing numbers of samples: {lengths}")
-    return arrays, None if y is None else as_numpy(y)
+    return arrays, y

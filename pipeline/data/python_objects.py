@@ -9,9 +9,11 @@ Rules, the same for one and for several inputs (one input is a tuple of one):
   own, is read once, into temporary files, and is for training only. After ``limit`` samples it is truncated.
 - A *warning* says so whenever samples are left out, whether they are further batches or the rest of the last
   one; nothing else is warned about.
+- A *target* of a sample is a label, a mask, or numbers of any shape; for several outputs of the network a
+  tuple of them. What the numbers are for follows from the outputs, see `ul2q.pipeline.tasks.registry`.
 - *Refused* are objects of another kind; inputs that are not arrays of numbers, differ in length, or from
-  batch to batch in shape; labels in some batches only, labels that are not whole numbers, differ from the
-  samples in number or exceed the classes; and data without samples.
+  batch to batch in shape; targets in some batches only, targets that differ from the samples in number, or
+  exceed the classes; and data without samples.
 """
 
 from __future__ import annotations
@@ -43,12 +45,22 @@ from ul2q.pipeline.data.items import (
 )
 from ul2q.pipeline.data.load import load_data, parts_spec
 from ul2q.pipeline.data.preprocess import Preprocess
-from ul2q.pipeline.data.raw_datasets import SampleFormat, checked_labels, part_dataset, with_masks
+from ul2q.pipeline.data.raw_datasets import SampleFormat, checked_labels, part_dataset, with_targets
 from ul2q.pipeline.data.raw_parts import Arrays, RawPart
+from ul2q.pipeline.data.targets import (
+    TargetForm,
+    TargetFormat,
+    are_labels,
+    as_values,
+    is_several,
+    target_names,
+)
 from ul2q.pipeline.errors import UsageError, quantity
 
 #: samples of an iterable after which it is truncated, with a warning
 LIMIT: Final = 100_000
+# Samples of a dataset whose targets show what the others are.
+_PROBED: Final = 32
 _SPEC: Final = "python"
 
 
@@ -82,10 +94,10 @@ def as_splits(
     Objects are expected to be preprocessed. The split is stratified if the labels are known beforehand.
 
     Args:
-        data: splits; a name or path; arrays: x, (x, y) with labels or masks, (x1, x2, …), (x1, x2, …, y),
-            ((x1, x2, …), y) or a mapping of input names (and y) to arrays; a torch Dataset of such samples; a
-            DataLoader or an iterable of such batches; or a mapping of ``train``, ``validation`` and ``test``
-            to any of those.
+        data: splits; a name or path; arrays: x, (x, y) with targets, (x1, x2, …), (x1, x2, …, y),
+            (x, (y1, y2, …)), ((x1, x2, …), y) or a mapping of input names (and y) to arrays; a torch Dataset
+            of such samples; a DataLoader or an iterable of such batches; or a mapping of ``train``,
+            ``validation`` and ``test`` to any of those.
         input_shape: (C, H, W) or (features,) of the model's first input; None infers it from the data.
         num_classes: the model's number of classes, None if unknown.
         limit: samples after which an iterable is truncated.
@@ -144,7 +156,8 @@ def _dataset(data: Any, expected: _Expected) -> tuple[Dataset, bool]:
         return data, True
     if _has_all_samples(data, expected.input_names):
         inputs, y = split_target(data, expected.input_names, "the data")
-        return _from_arrays([as_numpy(x) for x in inputs], None if y is None else as_numpy(y), expected), True
+        arrays = [as_numpy(x) for x in inputs]
+        return _from_arrays(arrays, _as_targets(y), expected, target_names(y)), True
     if isinstance(data, DataLoader):
         loaded = data.dataset
         if data.collate_fn is not default_collate or isinstance(loaded, IterableDataset):
@@ -168,27 +181,45 @@ def _has_all_samples(data: Any, input_names: Sequence[str]) -> bool:
     if not isinstance(data, tuple) or not data:
         return False
     if len(input_names) > 1:
-        return all(is_array(value) or isinstance(value, tuple) for value in data)
+        return all(is_array(value) or isinstance(value, tuple | Mapping) for value in data)
+    if len(data) == 2 and is_array(data[0]) and is_several(data[1]):
+        return True
     if len(data) == 2 and is_array(data[1]):
         return isinstance(data[0], tuple) or (is_array(data[0]) and _is_target(*data))
     return len(data) == 1 and is_array(data[0])
 
 
 def _is_target(x: Any, y: Any) -> bool:
-    """Return whether ``y`` is labels or masks [N, 1, H, W] of two values, not a second batch of samples."""
-    masks = y.ndim == 4 and y.shape[1] == 1 and bool(((y == y.min()) | (y == y.max())).all())
-    return x.ndim > y.ndim or masks
+    """Return whether ``y`` is the target of every sample in ``x``, not a second batch of another size."""
+    return x.ndim > y.ndim or (y.ndim > 0 and (len(x) == len(y) or x.shape[1:] != y.shape[1:]))
 
 
 def _is_map(data: Any) -> bool:
     return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, list | tuple)
 
 
-def _from_arrays(arrays: Sequence[np.ndarray], y: np.ndarray | None, expected: _Expected) -> Dataset:
+def _as_targets(y: Any) -> np.ndarray | tuple[np.ndarray, ...] | None:
+    """Return the targets of all samples as arrays, a tuple of them for several outputs."""
+    if y is None:
+        return None
+    if is_several(y):
+        return as_values(y, "the data")
+    return as_numpy(y)
+
+
+def _from_arrays(
+    arrays: Sequence[np.ndarray],
+    y: np.ndarray | tuple[np.ndarray, ...] | None,
+    expected: _Expected,
+    names: tuple[str, ...] = (),
+) -> Dataset:
     single = len(arrays) == 1
     where = ["the array"] if single else [f"the array {name}" for name in expected.input_names]
     inputs = tuple(Arrays(raw, name) for raw, name in zip(arrays, where, strict=True))
-    part = with_masks(RawPart(inputs, y))
+    part = with_targets({"all": RawPart(inputs, y)}, expected.num_classes)["all"]
+    if names and part.targets is not None:
+        form = dataclasses.replace(part.targets.format, names=names)
+        part = dataclasses.replace(part, targets=dataclasses.replace(part.targets, format=form))
     labels = checked_labels(part, expected.num_classes)
     classes = None if labels is None else expected.num_classes or int(labels.max()) + 1
     # Whether bytes are what the network takes is seen when it runs on them, see `input_types`.
@@ -208,12 +239,41 @@ def _from_items(data: Any, expected: _Expected) -> Dataset:
     rows = np.arange(len(data))
     if y is None:
         return ItemDataset(data, rows, names, shapes, given_types=types)
+    if (form := _item_format(data, y, expected)) is not None:
+        return ItemDataset(data, rows, names, shapes, format=form, given_types=types)
     labels, num_classes = _listed_labels(data, expected.num_classes), expected.num_classes
     if num_classes is None and labels is not None:
         num_classes = int(labels.max()) + 1
     if num_classes is None and isinstance(data, TensorDataset):
         num_classes = int(check_labels(as_numpy(data.tensors[-1]), None, "the dataset").max()) + 1
     return ItemDataset(data, rows, names, shapes, labels=labels, num_classes=num_classes, given_types=types)
+
+
+def _item_format(data: Any, first: Any, expected: _Expected) -> TargetFormat | None:
+    """Return the format of the targets of a dataset, None for labels; the first samples show it.
+
+    Raises:
+        UsageError: the first samples' targets differ in shape.
+    """
+    several = is_several(first)
+    if isinstance(data, TensorDataset) and not several:
+        columns: tuple[np.ndarray, ...] = (as_numpy(data.tensors[-1]),)
+    else:
+        read = []
+        for i in range(min(len(data), _PROBED)):
+            where = f"item {i} of the dataset"
+            _, y = as_sample(data[i], expected.input_names, where)
+            read.append(as_values(y, where))
+        if len({tuple(value.shape for value in values) for values in read}) > 1:
+            raise UsageError(
+                "the targets of the dataset's samples differ in shape: give tensors of one shape"
+            )
+        columns = tuple(np.stack(column) for column in zip(*read, strict=True))
+    single = columns[0].size == len(columns[0])
+    if not several and single and (are_labels(columns[0]) or (expected.num_classes or 0) > 1):
+        return None
+    forms = tuple(TargetForm.of(column, "the dataset") for column in columns)
+    return TargetFormat(forms, several, names=target_names(first))
 
 
 def _listed_labels(data: Any, num_classes: int | None) -> np.ndarray | None:
@@ -228,7 +288,12 @@ def _as_batches(items: Iterator[Any], input_names: Sequence[str]) -> Iterator[An
     for i, item in enumerate(items):
         inputs, y = as_sample(item, input_names, f"item {i} of the data")
         batch = tuple(x[None] for x in inputs)
-        yield batch if y is None else (batch, torch.tensor([y]))
+        yield batch if y is None else (batch, _batch_of_one(y, f"item {i} of the data"))
+
+
+def _batch_of_one(y: Any, where: str) -> np.ndarray | tuple[np.ndarray, ...]:
+    values = tuple(value[None] for value in as_values(y, where))
+    return values if is_several(y) else values[0]
 
 
 def _spooled(items: Iterator[Any], expected: _Expected) -> Dataset:
@@ -239,8 +304,8 @@ def _spooled(items: Iterator[Any], expected: _Expected) -> Dataset:
     """
     shapes: list[tuple[int, ...]] = []
     types: tuple[torch.dtype | None, ...] = ()
-    labels: list[np.ndarray] = []
-    count = 0
+    targets: list[tuple[np.ndarray, ...]] = []
+    several, count = False, 0
     with ExitStack() as stack:
         files: list[IO[bytes]] = [stack.enter_context(tempfile.TemporaryFile()) for _ in expected.input_names]
         for number, item in enumerate(items):
@@ -250,13 +315,14 @@ def _spooled(items: Iterator[Any], expected: _Expected) -> Dataset:
             types = types or tuple(map(given_type, arrays))
             if [x.shape[1:] for x in arrays] != shapes:
                 raise UsageError(f"{where} has samples {[x.shape[1:] for x in arrays]}, the first {shapes}")
-            if (y is None) != (not labels) and number > 0:
+            if (y is None) != (not targets) and number > 0:
                 raise UsageError(f"{where} has {'no ' if y is None else ''}labels, unlike the first")
             left = expected.limit - count
             for file, x in zip(files, arrays, strict=True):
                 file.write(np.ascontiguousarray(x[:left], np.float32).tobytes())
             if y is not None:
-                labels.append(y[:left])
+                several = is_several(y)
+                targets.append(tuple(value[:left] for value in as_values(y, where)))
             count += min(left, len(arrays[0]))
             if count >= expected.limit:
                 _warn_if_truncated(len(arrays[0]) > left, items, expected.limit)
@@ -264,8 +330,25 @@ def _spooled(items: Iterator[Any], expected: _Expected) -> Dataset:
         if not count:
             raise UsageError("the data contain no samples")
         spooled = [_mapped(file, (count, *shape)) for file, shape in zip(files, shapes, strict=True)]
-    dataset = _from_arrays(spooled, np.concatenate(labels) if labels else None, expected)
+    dataset = _from_arrays(spooled, _joined(targets, several), expected)
     return dataclasses.replace(dataset, given_types=types)
+
+
+def _joined(
+    targets: Sequence[tuple[np.ndarray, ...]], several: bool
+) -> np.ndarray | tuple[np.ndarray, ...] | None:
+    """Return the targets of all batches.
+
+    Raises:
+        UsageError: they differ in number or shape.
+    """
+    if not targets:
+        return None
+    shapes = {tuple(value.shape[1:] for value in values) for values in targets}
+    if len(shapes) > 1:
+        raise UsageError(f"the targets of the batches differ in shape: {sorted(shapes)}")
+    joined = tuple(np.concatenate(column) for column in zip(*targets, strict=True))
+    return joined if several else joined[0]
 
 
 def _mapped(file: IO[bytes], shape: tuple[int, ...]) -> np.ndarray:

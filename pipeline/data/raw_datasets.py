@@ -7,7 +7,9 @@ network has a single input or the shape of its first input is known.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +18,7 @@ from ul2q.pipeline.data.datasets import ColumnDataset, Dataset, Masks, check_lab
 from ul2q.pipeline.data.input_columns import ArrayColumn, Column, ImageColumn
 from ul2q.pipeline.data.preprocess import Preprocess
 from ul2q.pipeline.data.raw_parts import Arrays, Files, RawData, RawInput, RawMasks, RawPart
+from ul2q.pipeline.data.targets import TargetColumns, are_labels, are_masks
 from ul2q.pipeline.errors import UsageError, quantity
 
 _AS_STORED = Preprocess(scale=1.0)
@@ -53,7 +56,8 @@ def assemble(data: RawData, spec: str, shape: tuple[int, ...] | None, num_classe
     Raises:
         UsageError: samples or labels that do not fit.
     """
-    raw = {name: with_masks(part) for name in PARTS if (part := getattr(data, name)) is not None}
+    found = {name: part for name in PARTS if (part := getattr(data, name)) is not None}
+    raw = with_targets(found, num_classes)
     labels = {name: checked_labels(part, num_classes) for name, part in raw.items()}
     if data.classes is not None:
         if num_classes not in {None, len(data.classes)}:
@@ -82,14 +86,65 @@ def assemble(data: RawData, spec: str, shape: tuple[int, ...] | None, num_classe
     )
 
 
-def with_masks(part: RawPart) -> RawPart:
+def with_targets(parts: Mapping[str, RawPart], num_classes: int | None) -> dict[str, RawPart]:
+    """Return ``parts`` with their targets told apart: labels [N], masks or others, the same in all parts.
+
+    Args:
+        parts: parts of the data.
+        num_classes: number of classes, if the network is known to be a classifier.
+
+    Returns:
+        The parts.
+
+    Raises:
+        UsageError: targets that are not finite numbers, or of another number than the samples.
+    """
+    given = {name: part for name, part in parts.items() if part.labels is not None}
+    if all(_is_classes(part.labels, num_classes) for part in given.values()):
+        return dict(parts)
+    if all(_shows_masks(part) for part in given.values()):
+        return {name: _with_masks(part) for name, part in parts.items()}
+    return dict(parts) | {name: _with_other_targets(part) for name, part in given.items()}
+
+
+def _is_classes(values: Any, num_classes: int | None) -> bool:
+    """Return whether targets are labels, or are to be refused as labels of ``num_classes`` classes."""
+    if isinstance(values, tuple):
+        return False
+    if values.dtype.kind not in "uifb" or (num_classes or 0) > 1:
+        return values.ndim == 1 or (values.ndim == 2 and values.shape[1] == 1)
+    return are_labels(values) or (values.ndim == 1 and values.dtype.kind in "iu") or not values.size
+
+
+def _shows_masks(part: RawPart) -> bool:
+    first = part.inputs[0]
+    images = isinstance(first, Files) or first.raw.ndim > 2
+    return (
+        images and not isinstance(part.labels, tuple) and part.labels is not None and are_masks(part.labels)
+    )
+
+
+def _with_other_targets(part: RawPart) -> RawPart:
+    several = isinstance(part.labels, tuple)
+    values = part.labels if isinstance(part.labels, tuple) else (part.labels,)
+    for array in values:
+        if array is None or len(array) != len(part):
+            count = 0 if array is None else len(array)
+            raise UsageError(
+                f"{part.where} contains {quantity(len(part), 'sample')} but {quantity(count, 'target')}"
+            )
+    targets = TargetColumns.of([a for a in values if a is not None], part.where, several=several)
+    return RawPart(part.inputs, targets=targets)
+
+
+def _with_masks(part: RawPart) -> RawPart:
     """Return ``part`` with labels [N, H, W], [N, 1, H, W] or [N, H, W, 1] as masks.
 
     Raises:
         UsageError: masks of another number or type than the samples.
     """
     masks = part.labels
-    if masks is None or masks.ndim < 3:
+    if masks is None or isinstance(masks, tuple):
         return part
     if masks.ndim == 4 and 1 in {masks.shape[1], masks.shape[3]}:
         masks = masks[:, 0] if masks.shape[1] == 1 else masks[..., 0]
@@ -117,7 +172,7 @@ def checked_labels(part: RawPart, num_classes: int | None) -> np.ndarray | None:
         raise UsageError(f"{part.where}: the inputs contain differing numbers of samples: {lengths}")
     if not len(part):
         raise UsageError(f"{part.where} contains no samples")
-    if part.labels is None:
+    if part.labels is None or isinstance(part.labels, tuple):
         return None
     labels = check_labels(part.labels, num_classes, part.where)
     if len(labels) != len(part):
@@ -148,9 +203,11 @@ def part_dataset(part: RawPart, labels: np.ndarray | None, form: SampleFormat) -
     first = make_column(raw, form.preprocess, shape)
     columns = (first, *(_as_stored(values) for values in others))
     masks = None if part.masks is None else _masks(part.masks, first)
+    no_classes = masks is not None or part.targets is not None
     return ColumnDataset(
-        columns, masks, labels=labels, num_classes=form.num_classes if part.masks is None else None,
-        augmentation=form.augmentation, given_types=tuple(column.given_type for column in columns),
+        columns, masks, part.targets, labels=labels, augmentation=form.augmentation,
+        num_classes=None if no_classes else form.num_classes,
+        given_types=tuple(column.given_type for column in columns),
     )  # fmt: skip
 
 

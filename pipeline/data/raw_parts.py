@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from ul2q.pipeline.data.preprocess import Preprocess
+from ul2q.pipeline.data.targets import TargetColumns
 
 
 @dataclass(frozen=True)
@@ -72,13 +73,16 @@ class RawPart:
 
     Attributes:
         inputs: raw values of each input of the network, at least one, in the same order of samples.
-        labels: labels [N], or masks [N, H, W], [N, 1, H, W] or [N, H, W, 1] as an array; None without.
+        labels: labels [N], masks [N, H, W], [N, 1, H, W] or [N, H, W, 1], or other targets [N, ...] as an
+            array, or a tuple of arrays for several outputs; None without.
         masks: masks that are recognised as such.
+        targets: other targets that are recognised as such.
     """
 
     inputs: tuple[RawInput, ...]
-    labels: np.ndarray | None = None
+    labels: np.ndarray | tuple[np.ndarray, ...] | None = None
     masks: RawMasks | None = None
+    targets: TargetColumns | None = None
 
     def __len__(self) -> int:
         """Return the number of samples."""

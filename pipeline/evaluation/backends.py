@@ -12,20 +12,22 @@ from ul2q.runtimes import onnxruntime as runtime
 
 
 class OnnxModule(nn.Module):
-    """An ONNX file as a module that returns its first output."""
+    """An ONNX file as a module that returns its first output, or a tuple of every one."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, every: bool = False) -> None:
         super().__init__()
+        self.every = every
         self.live = runtime.session(path, low_memory=True)  # beside the networks in torch
         self.input_names = tuple(spec.name for spec in self.live.get_inputs())
 
-    def forward(self, *inputs: Tensor) -> Tensor:
-        """Return the first output [N, …] for the inputs, each [N, …]."""
+    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Return the first output [N, …], or every one, for the inputs, each [N, …]."""
         feeds = {
             spec.name: x.numpy().astype(runtime.numpy_type(spec.type), copy=False)
             for spec, x in zip(self.live.get_inputs(), inputs, strict=True)
         }
-        return torch.from_numpy(next(iter(runtime.run(self.live, feeds).values())))
+        outputs = [torch.from_numpy(value) for value in runtime.run(self.live, feeds).values()]
+        return tuple(outputs) if self.every else outputs[0]
 
 
 class KerasModule(nn.Module):

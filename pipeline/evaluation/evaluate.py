@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from ul2q.pipeline.config import AUTO_TASK
 from ul2q.pipeline.errors import UsageError, listed, quantity
 from ul2q.pipeline.formats import metadata as metadata_keys
 from ul2q.pipeline.formats.keras_file import keras_metadata
@@ -25,7 +26,7 @@ from ul2q.runtimes.memory import large_blocks_returned
 if TYPE_CHECKING:
     from torch.nn import Module
 
-    from ul2q.pipeline.data import DataSplits
+    from ul2q.pipeline.data import Dataset, DataSplits
     from ul2q.pipeline.importers.checkpoint import Checkpoint
 
 Array = npt.NDArray[Any]
@@ -54,11 +55,17 @@ def _recorded(model: Path, key: str, kind: type[Any]) -> Any:
     return metadata_keys.json_entry(runtime.metadata(model), key, kind, str(model))
 
 
+def answers_classes(model: Path) -> bool:
+    """Return whether the outputs [N, D] of an ONNX file may be scores of classes, by the task it records."""
+    return runtime.metadata(model).get(metadata_keys.TASK, "unknown") in {"classification", "unknown"}
+
+
 def evaluate_file(
     model: ModelSource | Path,
     data: str | None = None,
     *,
     changes: Mapping[str, Any] | None = None,
+    task: str = AUTO_TASK,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Measure the task's metrics of a file on the test samples.
@@ -67,19 +74,22 @@ def evaluate_file(
         model: an ONNX file, a .keras file or a checkpoint.
         data: data source; None means the one that the checkpoint records.
         changes: fields of the recorded preprocessing to replace: mean, std, resize and crop.
+        task: what the outputs mean, one of `ul2q.pipeline.config.TASKS`.
         progress: where to show progress.
 
     Returns:
-        ``samples``, ``top1`` and ``top5`` (fractions; top5 null for five classes or fewer), ``metrics``, and
-        ``note``, what the choice of the samples leaves open, or None; for data with masks, top1 and top5 are
-        null and ``metrics`` has those of `ul2q.pipeline.tasks.saliency`.
+        ``task`` (its name), ``samples``, ``top1`` and ``top5`` (fractions; top5 null for five classes or
+        fewer), ``metrics``, and ``note``, what the choice of the samples leaves open, or None; for tasks
+        other than classification, top1 and top5 are null and ``metrics`` has those of the task.
 
     Raises:
         UsageError: model and data cannot be used, or do not fit each other.
     """
     from ul2q.pipeline.data.preprocess import UNSTATED
+    from ul2q.pipeline.evaluation.backends import OnnxModule
     from ul2q.pipeline.importers.checkpoint import read_checkpoint
-    from ul2q.pipeline.tasks import task_for
+    from ul2q.pipeline.tasks import settle
+    from ul2q.pipeline.tasks.registry import describe
 
     source = ModelSource.of(model)
     if source.path.suffix == ".onnx":
@@ -95,15 +105,35 @@ def evaluate_file(
     test = data_splits.test
     if test is None or not data_splits.labelled:
         raise UsageError(f"{spec} holds no labelled test samples: accuracy needs labels")
+    form = data_splits.target_format
+    if isinstance(predict, OnnxModule):
+        predict.every = form is not None and form.several
+    outputs = _outputs_of_one(predict, test)
+    kind, data_splits = settle(data_splits, predict, outputs=outputs, name=task)
+    if (test := data_splits.test) is None or not data_splits.labelled:
+        raise UsageError(f"{spec} has no targets for the task {kind.name}: leave out `task`")
+    kind.check_outputs(outputs, data_splits)
     if progress is not None:
         progress.line(f"preprocessing: {data_splits.preprocess.describe()}")
         if fit["preprocess"] is None and data_splits.preprocess.lacks_statistics:
             progress.line(f"warning: {UNSTATED}")
+        progress.line(f"task: {describe(kind, data_splits, outputs)}")
         progress.line(f"evaluating {source.path} on {quantity(len(test), 'test sample')}")
-    metrics = task_for(data_splits, predict).measure(predict, test)
+    metrics = kind.measure(predict, test)
     top1, top5 = (metrics.pop(name, None) for name in ("top1", "top5"))
     note = None if data_splits.unseen(recorded) else "the network may have been trained on them"
-    return {"samples": len(test), "top1": top1, "top5": top5, "metrics": metrics, "note": note}
+    result = {"task": kind.name, "samples": len(test), "top1": top1, "top5": top5}
+    return {**result, "metrics": metrics, "note": note}
+
+
+def _outputs_of_one(predict: Module, test: Dataset) -> Any:
+    """Return what a model gives for the first two test samples."""
+    from ul2q.pipeline.data import batches
+    from ul2q.pipeline.tasks.inference import evaluating
+
+    inputs, _ = next(batches(test, min(2, len(test))))
+    with evaluating(predict):
+        return predict(*inputs)
 
 
 def _splits(spec: str, predict: Module, fit: dict[str, Any]) -> DataSplits:
@@ -129,7 +159,7 @@ def _onnx(model: Path) -> tuple[Module, dict[str, Any], dict[str, Any]]:
     spec, output = module.live.get_inputs()[0], module.live.get_outputs()[0]
     preprocess = recorded_preprocess(model) or None
     fit: dict[str, Any] = {"input_shape": _fixed(spec.shape[1:]), "preprocess": preprocess}
-    if len(output.shape) == 2 and isinstance(output.shape[1], int):
+    if len(output.shape) == 2 and isinstance(output.shape[1], int) and output.shape[1] > 1:
         names = class_names(model)
         fit["classes"] = names if len(names) == output.shape[1] else output.shape[1]
     return module, fit, _held_out(runtime.metadata(model), model)
@@ -157,7 +187,7 @@ def _keras(model: Path) -> tuple[Module, dict[str, Any], dict[str, Any]]:
     if preprocess is None and keras_files.scales_itself(loaded):
         preprocess = {"scale": 1.0, "raw": True}
     fit: dict[str, Any] = {"input_shape": keras_files.input_shape(loaded), "preprocess": preprocess}
-    if len(loaded.outputs) == 1 and len(loaded.outputs[0].shape) == 2:
+    if len(loaded.outputs) == 1 and len(loaded.outputs[0].shape) == 2 and loaded.outputs[0].shape[1] != 1:
         fit["classes"] = loaded.outputs[0].shape[1]
     return KerasModule(loaded), fit, _held_out(about, model)
 

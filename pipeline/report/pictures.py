@@ -16,7 +16,7 @@ from ul2q.pipeline.quantize.registry import QUANTIZERS
 from ul2q.pipeline.quantize.ul2q import LOSS
 from ul2q.pipeline.report import text
 from ul2q.pipeline.report.charts import Axis, outline, proportion_interval, short
-from ul2q.pipeline.report.schema import Activation, Layer, LiveBytes, Report, WeightHistogram
+from ul2q.pipeline.report.schema import NUMBERS, Activation, Layer, LiveBytes, Report, WeightHistogram
 
 Value = float | None
 
@@ -105,7 +105,9 @@ def accuracy(report: Report) -> Chart:
         return Chart()
     low, high = math.floor(100 * min(known)) / 100, math.ceil(100 * max(known)) / 100
     axis = Axis(low if low < high else low - 0.01, high)
-    rows = [_accuracy_row(key, measured[key], intervals[key], axis) for key in measured]
+    rows = [_accuracy_row(report, key, intervals[key], axis) for key in measured]
+    if values["metric"] in NUMBERS:
+        return Chart(rows, f"{axis.low:.3g}", f"{axis.high:.3g}")
     return Chart(rows, f"{100 * axis.low:.0f} %", f"{100 * axis.high:.0f} %")
 
 
@@ -116,14 +118,15 @@ def _interval(value: Value, samples: int | None) -> tuple[float, float] | None:
     return proportion_interval(value, samples) if samples and 0 <= value <= 1 else (value, value)
 
 
-def _accuracy_row(key: str, value: Value, ends: tuple[float, float] | None, axis: Axis) -> Row:
+def _accuracy_row(report: Report, key: str, ends: tuple[float, float] | None, axis: Axis) -> Row:
+    value: Value = dict(report["accuracy"])[key]  # type: ignore[assignment]
     name, reason = FRAMEWORKS.get(key, (key, "no labelled test samples"))
     if value is None or ends is None:
         return Row(name, f"{text.NONE} not measured: {reason}")
     kind = "before" if key == "float" else "after"
     mark = ((short(axis.at(value)), kind),)
     if ends[0] == ends[1]:
-        return Row(name, text.percent(value), marks=mark)
+        return Row(name, text.score(report, value), marks=mark)
     words = f"{text.percent(value)} ({100 * ends[0]:.1f} to {100 * ends[1]:.1f})"
     return Row(name, words, (_bar(axis, *ends, f"thin {kind}"),), mark)
 

@@ -150,6 +150,31 @@ class Accuracy(TypedDict):
     note: str | None  # what the figures may not show
 
 
+class Task(TypedDict):
+    """What the network is for, and what that followed from."""
+
+    name: str | None
+    description: str | None  # outputs and targets
+
+
+class OutputFidelity(TypedDict):
+    """How far one output is from that of the float network."""
+
+    name: str
+    relative_error: float | None  # root mean squared error over the standard deviation of the float output
+    sqnr_db: float | None  # mean square of the float output over the mean squared error
+    cosine: float | None  # mean over samples; over all of them where a sample is one number
+    same_class: float | None  # fraction of equal decisions, of classifiers
+
+
+class Fidelity(TypedDict):
+    """The quantised outputs against the float ones, on samples held out of fine-tuning if there are any."""
+
+    samples: int | None
+    part: str | None  # test, validation or train
+    outputs: list[OutputFidelity]
+
+
 class Parity(TypedDict):
     """How far a runtime is from the lowered torch model on the same inputs."""
 
@@ -210,7 +235,9 @@ class Report(TypedDict):
     size: Size
     memory: Memory
     operations: Operations
+    task: Task
     accuracy: Accuracy
+    fidelity: Fidelity
     metrics: dict[str, FloatAndQuantized]
     parity: Parities
     latency_ms: Latency
@@ -219,6 +246,11 @@ class Report(TypedDict):
     epochs: list[Epoch]  # of the fine-tuning
     warnings: list[str]
 
+
+#: error over the standard deviation of an output from which a report without targets warns
+POOR_RELATIVE_ERROR = 0.25
+#: metrics that are no fractions of samples; they are shown as numbers
+NUMBERS = frozenset({"r2", "cosine", "score"})
 
 # A layer is named whose loss exceeds that of normal weights this many times (6 dB); at most so many are.
 _POOR = 4.0
@@ -302,13 +334,15 @@ def _warnings(report: Report) -> list[str]:
     warnings += _poor_layers(report["layers"])
     before = accuracy["float"]
     after = next((accuracy[key] for key in ("onnxruntime", "quantized") if accuracy[key] is not None), None)
+    if before is None:
+        warnings += _poor_fidelity(report)
     if before is not None and after is not None and before - after > 0.01:
         chosen = report["config"].get("granularity") in ("channel", "auto")
         also = "" if chosen else ", `granularity='auto'`"
-        warnings.append(
-            f"accuracy falls by {100 * (before - after):.1f} points: more `epochs`{also} or larger `wbits` "
-            "may help"
-        )
+        fall = f"accuracy falls by {100 * (before - after):.1f} points"
+        if accuracy["metric"] in NUMBERS:
+            fall = f"{accuracy['metric']} falls from {before:.4g} to {after:.4g}"
+        warnings.append(f"{fall}: more `epochs`{also} or larger `wbits` may help")
     return warnings
 
 
@@ -339,6 +373,28 @@ def _poor_layers(layers: list[Layer]) -> list[str]:
     return [
         f"rounding the weights costs some layers much: {shown}{more}; larger `wbits` or more `epochs` help, "
         f"`exclude='{worst[0]}'` leaves a layer in float"
+    ]
+
+
+def _poor_fidelity(report: Report) -> list[str]:
+    """Return a warning about outputs far from the float network's, with the layers that cost most."""
+    outputs = report["fidelity"]["outputs"]
+    poor = [one for one in outputs if (one["relative_error"] or 0) > POOR_RELATIVE_ERROR]
+    if not poor:
+        return []
+    losses = {}
+    for layer in report["layers"]:
+        loss = layer["output_error"] if layer["output_error"] is not None else layer["loss"]
+        if loss is not None and layer["quantized"]:
+            losses[layer["name"]] = loss
+    worst = sorted(losses, key=lambda name: -losses[name])[:_NAMED]
+    most = max(poor, key=lambda one: one["relative_error"] or 0)
+    others = f" and {len(poor) - 1} more" if len(poor) > 1 else ""
+    share = f"{100 * (most['relative_error'] or 0):.0f} %"
+    blame = f"; most is lost in {', '.join(worst)}" if worst else ""
+    return [
+        f"output {most['name']}{others} differs from the float network by {share} of its standard deviation"
+        f"{blame}: larger `wbits`, more `epochs` or `exclude` may help"
     ]
 
 

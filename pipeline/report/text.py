@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from ul2q.pipeline.errors import quantity
-from ul2q.pipeline.report.schema import Accuracy, Layer, Parity, Report
+from ul2q.pipeline.report.schema import NUMBERS, Accuracy, Layer, OutputFidelity, Parity, Report
 
 NONE = "–"
 # From this share of exact zeros among the weights on, the report shows it.
@@ -18,6 +18,8 @@ RUNTIMES = {
     "onnxruntime_accurate": "ONNX Runtime, accurate session",
     "keras": "Keras",
 }
+# Outputs that the summary shows.
+_SHOWN_OUTPUTS = 4
 LAYER_HEADER = ("layer", "operator", "weights", "bits", "α", "β", "SQNR dB", "bytes", "remark")
 
 
@@ -73,7 +75,9 @@ def one_line(report: Report) -> str:
     if (after := accuracy_after(report)) is not None:
         name = accuracy["metric"] or "accuracy"
         note = f"; {accuracy['note']}" if accuracy["note"] else ""
-        parts.append(f"{name} {percent(after)} (float {percent(accuracy['float'])}{note})")
+        parts.append(f"{name} {score(report, after)} (float {score(report, accuracy['float'])}{note})")
+    elif (least := _worst(report)) is not None:
+        parts.append(f"SQNR {decibels(least['sqnr_db'])} against float")
     return ", ".join(parts)
 
 
@@ -136,6 +140,30 @@ def metric(value: float | None) -> str:
         For example ``0.9840``.
     """
     return NONE if value is None else f"{value:#.4g}"
+
+
+def score(report: Report, value: float | None) -> str:
+    """Format an accuracy of ``report``.
+
+    Returns:
+        A percentage, or a number where its metric is no fraction.
+    """
+    return metric(value) if report["accuracy"]["metric"] in NUMBERS else percent(value)
+
+
+def decibels(value: float | None) -> str:
+    """Format a signal-to-noise ratio.
+
+    Returns:
+        For example ``31.2 dB``.
+    """
+    return NONE if value is None else f"{value:.1f} dB"
+
+
+def _worst(report: Report) -> OutputFidelity | None:
+    """Return the output that is furthest from the float network's, None if none was compared."""
+    outputs = report["fidelity"]["outputs"]
+    return max(outputs, key=lambda one: one["relative_error"] or 0.0, default=None)
 
 
 def scale(value: float | list[float] | None) -> str:
@@ -203,10 +231,15 @@ def _drop(report: Report) -> Headline:
     accuracy = report["accuracy"]
     before, after = accuracy["float"], accuracy_after(report)
     if before is None or after is None:
+        if (worst := _worst(report)) is not None:
+            return Headline("SQNR of the outputs", decibels(worst["sqnr_db"]), _compared(report, worst))
         return Headline("accuracy drop", NONE, "not measured: no labelled test samples")
     points = 100 * (before - after)
     about = "".join(f", {words}" for words in _about_samples(accuracy))
-    note = f"{accuracy['metric'] or 'accuracy'} {percent(before)} → {percent(after)}{about}"
+    name = accuracy["metric"] or "accuracy"
+    note = f"{name} {score(report, before)} → {score(report, after)}{about}"
+    if name in NUMBERS:
+        return Headline(f"{name} drop", f"{round(before - after, 4) + 0.0:.4f}", note)
     return Headline("accuracy drop", f"{round(points, 2) + 0.0:.2f} points", note)
 
 
@@ -234,7 +267,14 @@ def summary(report: Report) -> list[Row]:
     Returns:
         The rows.
     """
-    rows = [*_accuracy_rows(report), _file_row(report), _latency_row(report), _load_row(report)]
+    rows = [
+        *_task_rows(report),
+        *_accuracy_rows(report),
+        *fidelities(report),
+        _file_row(report),
+        _latency_row(report),
+        _load_row(report),
+    ]
     rows.append(_memory_row(report))
     rows += _zeros_rows(report)
     rows += [Row(name, metric(m["float"]), metric(m["quantized"])) for name, m in report["metrics"].items()]
@@ -253,17 +293,19 @@ def _zeros_rows(report: Report) -> list[Row]:
     return [Row("weights that are 0", percent(before), percent(after))] if before >= _SPARSE else []
 
 
+def _task_rows(report: Report) -> list[Row]:
+    described = report["task"]["description"]
+    return [Row("task", note=described)] if described else []
+
+
 def _accuracy_rows(report: Report) -> list[Row]:
     accuracy = report["accuracy"]
     note = ", ".join(_about_samples(accuracy))
-    rows = [
-        Row(
-            accuracy["metric"] or "accuracy", percent(accuracy["float"]), percent(accuracy["quantized"]), note
-        )
-    ]
+    before, after = score(report, accuracy["float"]), score(report, accuracy["quantized"])
+    rows = [Row(accuracy["metric"] or "accuracy", before, after, note)]
     for runtime, value in runtimes(accuracy).items():
         if value is not None:
-            rows.append(Row(f"  {RUNTIMES.get(runtime, runtime)}", NONE, percent(value)))
+            rows.append(Row(f"  {RUNTIMES.get(runtime, runtime)}", NONE, score(report, value)))
     return rows
 
 
@@ -273,6 +315,43 @@ def _about_samples(accuracy: Accuracy) -> list[str]:
     if samples is None:
         return []
     return [quantity(samples, "test sample"), *([accuracy["note"]] if accuracy["note"] else [])]
+
+
+def fidelities(report: Report) -> list[Row]:
+    """Format how far the outputs are from the float network's.
+
+    Returns:
+        A row for each of the first outputs, with its signal-to-noise ratio.
+    """
+    outputs = report["fidelity"]["outputs"]
+    rows = [
+        Row(
+            f"output {one['name']}".replace("output output", "output"),
+            NONE,
+            decibels(one["sqnr_db"]),
+            _compared(report, one),
+        )
+        for one in outputs[:_SHOWN_OUTPUTS]
+    ]
+    if len(outputs) > _SHOWN_OUTPUTS:
+        rows.append(Row(f"and {len(outputs) - _SHOWN_OUTPUTS} more outputs", note="see report.json"))
+    return rows
+
+
+def _compared(report: Report, output: OutputFidelity) -> str:
+    """Return the figures of an output beside its signal-to-noise ratio."""
+    about = report["fidelity"]
+    notes = ["SQNR against float"]
+    if output["relative_error"] is not None:
+        notes.append(f"relative error {100 * output['relative_error']:.2g} %")
+    if output["cosine"] is not None:
+        notes.append(f"cosine {output['cosine']:.4f}")
+    if output["same_class"] is not None:
+        notes.append(f"{percent(output['same_class'])} same class")
+    if about["samples"] is not None:
+        part = "training" if about["part"] == "train" else about["part"]
+        notes.append(quantity(about["samples"], f"{part} sample"))
+    return ", ".join(notes)
 
 
 def runtimes(accuracy: Accuracy) -> dict[str, float | None]:

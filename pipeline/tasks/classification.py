@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -14,7 +15,7 @@ from ul2q.pipeline.data import Dataset, DataSplits
 from ul2q.pipeline.errors import UsageError, quantity
 from ul2q.pipeline.tasks.accuracy import measure_accuracy
 from ul2q.pipeline.tasks.inference import Model
-from ul2q.pipeline.tasks.losses import default_loss
+from ul2q.pipeline.tasks.losses import classification_loss, teacher_loss
 from ul2q.pipeline.tasks.task import HIGHER, Direction, Task
 
 _SHOWN_CLASSES = 5
@@ -38,9 +39,32 @@ class Classification(Task):
     has_fisher: ClassVar[bool] = True
 
     @classmethod
-    def fits(cls, data: DataSplits) -> bool:
-        """Return whether the samples have labels."""
-        return data.num_classes is not None
+    def fits(cls, data: DataSplits, outputs: Any = None) -> bool:
+        """Return whether the samples have labels, and the network more than one score for each."""
+        if data.num_classes is None:
+            return False
+        single = isinstance(outputs, Tensor) and outputs.numel() == len(outputs)
+        return not single or data.num_classes == 1
+
+    @classmethod
+    def adopt(cls, data: DataSplits, outputs: Any = None) -> DataSplits:  # noqa: ARG003
+        """Return data whose targets, if any, are labels [N]; one-hot rows become the place of their 1.
+
+        Raises:
+            UsageError: the targets are no labels.
+        """
+        if data.num_classes is not None or not data.labelled:
+            return data
+        form = data.target_format
+        if form is None or len(form.forms) > 1 or not form.forms[0].one_hot:
+            shown = "masks" if form is None else ", ".join(map(str, form.forms))
+            raise UsageError(
+                f"{data.spec} has {shown}: `task='classification'` needs labels [N] from 0, or one-hot rows"
+            )
+        classes = form.forms[0].shape[0]
+        return dataclasses.replace(
+            data.map(lambda part: part.with_labels_of_rows(classes)), num_classes=classes
+        )
 
     @classmethod
     def from_data(cls, data: DataSplits, model: Model | None = None) -> Self:  # noqa: ARG003
@@ -88,13 +112,21 @@ class Classification(Task):
                 "network was trained on"
             )
 
+    def decisions(self, outputs: Any) -> list[Tensor | None]:
+        """Return the class with the highest score, of an output [N, classes]."""
+        if isinstance(outputs, Tensor) and outputs.ndim == 2:
+            return [outputs.argmax(1)]
+        return super().decisions(outputs)
+
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the cross entropy with labels [N] or probabilities [N, classes]."""
         return F.cross_entropy(outputs, targets, reduction="sum")
 
     def distillation(self, outputs: Any, targets: Any, teacher: Any) -> Tensor:
-        """Return `ul2q.pipeline.tasks.losses.default_loss`."""
-        return default_loss(outputs, targets, teacher)
+        """Return `classification_loss`; `teacher_loss` where the outputs are not logits [N, classes]."""
+        if isinstance(outputs, Tensor) and outputs.ndim == 2:
+            return classification_loss(outputs, targets, teacher)
+        return teacher_loss(outputs, teacher)
 
     def soft_targets(self, targets: Tensor) -> Tensor:
         """Return labels [N] as probabilities [N, classes]."""
@@ -117,6 +149,10 @@ class Classification(Task):
     def shown(self, value: float) -> str:
         """Return a percentage."""
         return f"{100 * value:.2f} %"
+
+    def described(self) -> str:
+        """Return the number of classes."""
+        return f"{self.classes} classes" if self.classes else ""
 
     def reported(self, part: str, metrics: dict[str, float] | None) -> dict[str, float | None]:
         """Return the top-1 accuracy."""

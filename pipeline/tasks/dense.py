@@ -8,18 +8,15 @@ from typing import Any, ClassVar, Final, Self
 
 import numpy as np
 from torch import Tensor
-from torch.nn import functional as F
 
 from ul2q.pipeline.data import Dataset, DataSplits, batches
+from ul2q.pipeline.data.datasets import with_masks
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.tasks.inference import Model, evaluating, evaluation_batch
+from ul2q.pipeline.tasks.losses import are_logits, binary_divergence, binary_loss
 from ul2q.pipeline.tasks.saliency import SaliencySums
 from ul2q.pipeline.tasks.task import HIGHER, LOWER, Direction, Task
 
-_EDGE: Final = 1 / 510
-"""Half a step of an 8-bit probability: the logarithm of a quantised value closer to 0 or 1 is meaningless."""
-_OVERSHOOT: Final = 0.25
-"""Quantised probabilities exceed 0..1 by less than this; logits exceed it."""
 _PROBED_SAMPLES: Final = 4
 
 
@@ -42,9 +39,23 @@ class Dense(Task):
     }  # fmt: skip
 
     @classmethod
-    def fits(cls, data: DataSplits) -> bool:
+    def fits(cls, data: DataSplits, outputs: Any = None) -> bool:  # noqa: ARG003
         """Return whether the samples have masks."""
         return data.dense
+
+    @classmethod
+    def adopt(cls, data: DataSplits, outputs: Any = None) -> DataSplits:  # noqa: ARG003
+        """Return data whose targets, if any, are masks; numbers of one channel become those above the middle.
+
+        Raises:
+            UsageError: the targets are no masks.
+        """
+        form = data.target_format
+        if data.dense or not data.labelled:
+            return data
+        if form is None or len(form.forms) > 1 or len(form.forms[0].shape) not in {2, 3}:
+            raise UsageError(f"{data.spec} has no masks [N, H, W]: they are the targets of `task='dense'`")
+        return data.map(lambda part: with_masks(part, form.forms[0]))
 
     @classmethod
     def from_data(cls, data: DataSplits, model: Model | None = None) -> Self:
@@ -66,7 +77,7 @@ class Dense(Task):
             raise UsageError(
                 f"the network returns a {type(outputs).__name__}: masks need one map [1, H, W] per sample"
             )
-        return cls(logits=bool(outputs.min() < -_OVERSHOOT or outputs.max() > 1 + _OVERSHOOT))
+        return cls(logits=are_logits(outputs))
 
     def check(self, data: DataSplits) -> None:
         """Check that the training samples have masks.
@@ -83,6 +94,12 @@ class Dense(Task):
         Raises:
             UsageError: they have another shape.
         """
+        if not data.dense:
+            return
+        if not isinstance(outputs, Tensor):
+            raise UsageError(
+                f"the network returns a {type(outputs).__name__}: masks need one map [1, H, W] per sample"
+            )
         shape, mask = tuple(outputs.shape[1:]), (1, *data.shape[1:])
         if shape != mask:
             raise UsageError(f"output shape {shape} does not match mask shape {mask}")
@@ -93,9 +110,7 @@ class Dense(Task):
 
     def distillation(self, outputs: Any, targets: Any, teacher: Any) -> Tensor:
         """Return the cross entropy with the masks, if any, plus the divergence from the float model."""
-        probabilities = self.probabilities(teacher)
-        entropy = F.binary_cross_entropy(probabilities.clamp(_EDGE, 1 - _EDGE), probabilities)
-        loss = self._cross_entropy(outputs, probabilities).mean() - entropy
+        loss = binary_divergence(outputs, teacher, logits=self.logits)
         return loss if targets is None else loss + self._cross_entropy(outputs, targets).mean()
 
     def _cross_entropy(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -108,12 +123,7 @@ class Dense(Task):
             raise UsageError(
                 f"output shape {list(outputs.shape[1:])} does not match mask shape {list(targets.shape[1:])}"
             )
-        if self.logits:
-            return F.binary_cross_entropy_with_logits(outputs, targets, reduction="none")
-        # An 8-bit probability can be exactly 0 or 1, or slightly outside. The gradient is evaluated at the
-        # clamped value: times the slope of the sigmoid before it, it remains that of the cross entropy.
-        clamped = outputs + (outputs.clamp(_EDGE, 1 - _EDGE) - outputs).detach()
-        return F.binary_cross_entropy(clamped, targets, reduction="none")
+        return binary_loss(outputs, targets, logits=self.logits)
 
     def probabilities(self, outputs: Tensor) -> Tensor:
         """Return the outputs as probabilities; quantised ones may lie slightly outside 0..1."""

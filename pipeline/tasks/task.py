@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final, Literal, Self
 
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from ul2q.pipeline.data import Dataset, DataSplits
 from ul2q.pipeline.tasks.inference import Model
@@ -32,6 +33,8 @@ class Task(ABC):
         metric: the metric that choices are made by; higher is better.
         title: name of `metric` in progress lines.
         directions: names of all metrics, `metric` first, and which values of each are better.
+        networks: tasks of `ul2q.models.Architecture` whose networks it can train besides its own.
+        has_units: whether the outputs are numbers of different units, each of which counts alike.
         has_fisher: whether curvature factors can be collected: outputs are the logits of a distribution.
     """
 
@@ -41,12 +44,28 @@ class Task(ABC):
     metric: ClassVar[str]
     title: ClassVar[str]
     directions: ClassVar[Mapping[str, Direction]]
+    networks: ClassVar[tuple[str, ...]] = ()
+    has_units: ClassVar[bool] = False
     has_fisher: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod
-    def fits(cls, data: DataSplits) -> bool:
-        """Return whether ``data`` have the targets of this task."""
+    def fits(cls, data: DataSplits, outputs: Any = None) -> bool:
+        """Return whether ``data`` have the targets of this task.
+
+        Args:
+            data: samples with targets.
+            outputs: what the network returns for a batch [N, ...]; None before training.
+        """
+
+    @classmethod
+    def adopt(cls, data: DataSplits, outputs: Any = None) -> DataSplits:  # noqa: ARG003
+        """Return ``data`` with their targets, if any, in the form that this task takes.
+
+        Raises:
+            UsageError: the targets have no such form.
+        """
+        return data
 
     @classmethod
     @abstractmethod
@@ -85,8 +104,20 @@ class Task(ABC):
             UsageError: they do not.
         """
 
+    def outputs(self, data: DataSplits) -> int:
+        """Return how many outputs, or channels, a network needs for ``data``."""
+        return data.num_classes or 1
+
+    def described(self) -> str:
+        """Return what was settled of the task, for people."""
+        return ""
+
+    def decisions(self, outputs: Any) -> list[Tensor | None]:
+        """Return the classes that each output stands for: int64 [N, ...]; None for one without classes."""
+        return [None for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+
     @abstractmethod
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs: Tensor, targets: Any) -> Tensor:
         """Return the training loss, summed over samples [N, ...]: a scalar."""
 
     @abstractmethod

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ul2q import models
-from ul2q.pipeline.config import TrainConfig
+from ul2q.pipeline.config import AUTO_TASK, TrainConfig
 from ul2q.pipeline.data import Dataset, DataSplits, batches, load_data
 from ul2q.pipeline.errors import JobError, UsageError, listed, quantity
 from ul2q.pipeline.importers.checkpoint import (
@@ -35,7 +35,7 @@ from ul2q.pipeline.kfac import KFAC, collect_factors, convert_sync_batch_norm
 from ul2q.pipeline.progress import Progress
 from ul2q.pipeline.storage.atomic import check_output
 from ul2q.pipeline.storage.lock import claimed
-from ul2q.pipeline.tasks import check_network, task_for
+from ul2q.pipeline.tasks import Task, check_network, settle
 from ul2q.pipeline.tasks.inference import evaluation_batch
 from ul2q.pipeline.training.ranks import Ranks
 from ul2q.pipeline.training.settings import Settings, resolve
@@ -93,7 +93,8 @@ def train(
         options = {name: getattr(config, name) for name in ("mean", "std", "resize", "crop")}
         changes = {name: value for name, value in options.items() if value is not None}
         data = load_data(config.data, changes=changes)
-        _check_data(data, config)
+        task, data = settle(data, name=config.task)
+        _check_data(data, task, config)
         _check_same(ranks, config, data)
         with torch.random.fork_rng(devices=[ranks.device] if ranks.device.type == "cuda" else []):
             torch.manual_seed(config.seed)
@@ -153,10 +154,9 @@ def _claim(held: ExitStack, output: Path, partial: Path, *, resume: bool, overwr
         )
 
 
-def _check_data(data: DataSplits, config: TrainConfig) -> None:
+def _check_data(data: DataSplits, task: Task, config: TrainConfig) -> None:
     if data.train is not None and len(data.train) < 2:
         raise UsageError(f"{config.data} has {len(data.train)} training sample: give at least 2")
-    task = task_for(data)
     task.check(data)
     check_network(config.arch, task, config.data)
     if config.fisher is not None and not task.has_fisher:
@@ -237,10 +237,11 @@ class _Run:
         self, config: TrainConfig, settings: Settings, data: DataSplits, ranks: Ranks, *, fresh: bool = True
     ) -> None:
         self.config, self.settings, self.data, self.ranks = config, settings, data, ranks
-        self.task = task_for(data)
+        self.task, data = settle(data, name=config.task)
+        self.data = data
         self.train: Dataset = data.train  # type: ignore[assignment]  # checked before
         self.stream = Stream(self.train, settings, ranks, self.task, seed=config.seed, augment=config.augment)
-        self.arch_args = models.arguments_for(config.arch, data.shape, data.num_classes or 1)
+        self.arch_args = models.arguments_for(config.arch, data.shape, self.task.outputs(data))
         self.model = models.build(config.arch, **self.arch_args).to(ranks.device)
         encoder = config.encoder_weights
         if encoder is not None and fresh:
@@ -336,6 +337,7 @@ class _Run:
         if state is None or checkpoint.epoch is None:
             raise UsageError(f"{checkpoint.path} is a finished checkpoint: there is nothing to resume")
         current, saved = self.config.to_dict(), state["config"]
+        saved = {"task": AUTO_TASK, **saved}  # a run that was started before there was a choice
         if differing := sorted(k for k in current if k not in _PLACEMENT and current[k] != saved.get(k)):
             shown = listed(f"{k} {saved.get(k)!r}" for k in differing)
             raise UsageError(

@@ -88,6 +88,7 @@ def test_from_folders_to_integer_kernels(
     assert metrics["test_max_f"] > 0.6
     measured = cli("evaluate", path, "--json").json()
     assert measured == {
+        "task": "dense",
         "samples": 3,
         "top1": None,
         "top5": None,

@@ -204,6 +204,7 @@ def test_evaluate_measures_an_onnx_file(cli: Any, onnx_file: Path, tmp_path: Pat
     rank = [sorted(range(10), key=lambda i, row=row: (-row[i], i)) for row in scores]
     pairs = list(zip(rank, labels.tolist(), strict=True))
     assert cli("evaluate", onnx_file, "--data", "digits", "--json").json() == {
+        "task": "classification",
         "samples": 360,
         "top1": sum(order[0] == label for order, label in pairs) / 360,
         "top5": sum(label in order[:5] for order, label in pairs) / 360,

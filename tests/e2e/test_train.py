@@ -32,7 +32,8 @@ def test_train_says_where_it_is_and_what_came_out(cli: Any, tmp_path: Path) -> N
 def test_evaluate_gives_the_accuracy_that_training_reported(cli: Any, checkpoint: Path) -> None:
     recorded = torch.load(checkpoint, weights_only=True)["metrics"]["test_accuracy"]
     result = cli("evaluate", checkpoint, "--json").json()
-    assert result == {"samples": 360, "top1": recorded, "top5": result["top5"], "metrics": {}, "note": None}
+    expected = {"samples": 360, "top1": recorded, "top5": result["top5"], "metrics": {}, "note": None}
+    assert result == {"task": "classification", **expected}
     assert result["top1"] <= result["top5"] <= 1
     shown = cli("evaluate", checkpoint, "--data", "digits")
     assert shown.out.startswith(f"top1 {100 * recorded:.2f} %, top5 ")

@@ -103,5 +103,13 @@ class OutputFormat(ABC):
         """
 
     @abstractmethod
-    def score(self, written: WrittenModel) -> nn.Module:
-        """Return the file as a torch module of its first output, to measure its accuracy."""
+    def score(self, written: WrittenModel, *, every: bool = False) -> nn.Module | None:
+        """Return the file as a torch module, to measure its accuracy.
+
+        Args:
+            written: the file.
+            every: return all outputs as a tuple, not the first only.
+
+        Returns:
+            The module, or None if the runtime cannot return every output.
+        """

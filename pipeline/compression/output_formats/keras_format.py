@@ -70,8 +70,8 @@ class KerasFormat(OutputFormat):
 
         return verify_keras(written.path, written.model, network.lowered, (inputs[0] for inputs in batches))
 
-    def score(self, written: WrittenModel) -> nn.Module:
-        """Return the model as a module that Keras executes."""
+    def score(self, written: WrittenModel, *, every: bool = False) -> nn.Module | None:
+        """Return the model as a module that Keras executes; None for every output."""
         from ul2q.pipeline.evaluation.backends import KerasModule
 
-        return KerasModule(written.model)
+        return None if every else KerasModule(written.model)

@@ -50,8 +50,8 @@ class OnnxFormat(OutputFormat):
         parity, _ = verify(written.path, network.lowered, network.exported.code_tensors, batches)
         return parity
 
-    def score(self, written: WrittenModel) -> nn.Module:
+    def score(self, written: WrittenModel, *, every: bool = False) -> nn.Module:
         """Return the file as a module that ONNX Runtime executes."""
         from ul2q.pipeline.evaluation.backends import OnnxModule
 
-        return OnnxModule(written.path)
+        return OnnxModule(written.path, every=every)

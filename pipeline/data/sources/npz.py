@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -65,7 +66,9 @@ def _member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
 
 
 def read(spec: str, request: Request) -> RawData:
-    """Return the arrays of a file: inputs as in `match_names`, labels or masks y; with _train, _val, _test.
+    """Return the arrays of a file: inputs as in `match_names`, targets y; with _train, _val, _test.
+
+    Targets are labels, masks or other numbers; for several outputs y1, y2, …
 
     Raises:
         UsageError: damaged, with pickled objects, or without an input.
@@ -92,13 +95,19 @@ def _part(
         if (keys := match_names(arrays, input_names, suffix)) is not None:
             where = [spec] if len(keys) == 1 else [f"{spec}: {key}" for key in keys]
             inputs = tuple(Arrays(arrays[key], name) for key, name in zip(keys, where, strict=True))
-            return RawPart(inputs, arrays.get(f"y{suffix}"))
+            return RawPart(inputs, arrays.get(f"y{suffix}", _numbered(arrays, suffix)))
     return None
+
+
+def _numbered(arrays: Mapping[str, np.ndarray], suffix: str) -> tuple[np.ndarray, ...] | None:
+    """Return the targets y1, y2, … of several outputs, None without any."""
+    names = itertools.takewhile(arrays.__contains__, (f"y{i}{suffix}" for i in itertools.count(1)))
+    return tuple(arrays[name] for name in names) or None
 
 
 SOURCE = DataSource(
     "npz",
-    "an .npz file (x and y; of several inputs x1, x2, …)",
+    "an .npz file (x and y; of several inputs x1, x2, …, of several outputs y1, y2, …)",
     read,
     has_suffix(".npz"),
     several_inputs=True,

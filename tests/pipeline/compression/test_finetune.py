@@ -17,7 +17,7 @@ from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.graph.capture import capture
 from ul2q.pipeline.graph.prepare import Prepared, prepare
 from ul2q.pipeline.kfac import KFAC
-from ul2q.pipeline.tasks.losses import default_loss
+from ul2q.pipeline.tasks.losses import classification_loss, default_loss
 
 
 class Net(nn.Module):
@@ -65,13 +65,13 @@ def test_default_loss_is_divergence_from_the_teacher_plus_cross_entropy() -> Non
     divergence = (p * np.log(p / q)).sum() / 5
     entropy = -np.log(q[np.arange(5), labels]).mean()
     given = (torch.from_numpy(outputs), torch.from_numpy(teacher))
-    assert float(default_loss(given[0], None, given[1])) == pytest.approx(divergence)
-    assert float(default_loss(given[0], torch.from_numpy(labels), given[1])) == pytest.approx(
-        divergence + entropy
-    )
+    assert float(classification_loss(given[0], None, given[1])) == pytest.approx(divergence)
+    for loss in (classification_loss, default_loss):
+        value = loss(given[0], torch.from_numpy(labels), given[1])
+        assert float(value) == pytest.approx(divergence + entropy)
 
 
-def test_outputs_that_are_no_scores_are_fitted_in_the_mean_square() -> None:
+def test_outputs_without_targets_are_fitted_in_units_of_their_variance() -> None:
     rng = np.random.default_rng(0)
     a, b = rng.normal(size=(2, 3, 2, 4, 4))
     c, d = rng.normal(size=(2, 3))
@@ -79,7 +79,13 @@ def test_outputs_that_are_no_scores_are_fitted_in_the_mean_square() -> None:
         {"map": torch.from_numpy(a), "value": torch.from_numpy(c)}, None,
         {"map": torch.from_numpy(b), "value": torch.from_numpy(d)},
     )  # fmt: skip
-    assert float(loss) == pytest.approx(((a - b) ** 2).mean() + ((c - d) ** 2).mean())
+    errors = [((p - q) ** 2).mean() / q.var(0).mean() for p, q in ((a, b), (c, d))]
+    assert float(loss) == pytest.approx(np.mean(errors))
+    scores = torch.from_numpy(a.reshape(3, -1))  # they may be logits or not: a constant for all is an error
+    assert float(default_loss(scores + 1, None, scores)) > 0.1
+    one = torch.ones(4, 1)  # a constant output has no variance
+    assert float(default_loss(one * 1.5, None, one)) == pytest.approx(0.25)
+    assert float(default_loss(one, None, 0 * one)) == pytest.approx(1)
 
 
 @pytest.mark.parametrize(

@@ -65,9 +65,9 @@ class ToyFormat(OutputFormat):
         self.calls.append("verify")
         return verify(written.path, network.lowered, network.exported.code_tensors, batches)[0]
 
-    def score(self, written: WrittenModel) -> nn.Module:
+    def score(self, written: WrittenModel, *, every: bool = False) -> nn.Module:
         self.calls.append("score")
-        return OnnxModule(written.path)
+        return OnnxModule(written.path, every=every)
 
 
 @pytest.fixture

@@ -192,8 +192,8 @@ def test_fields_of_the_preprocessing_can_be_replaced() -> None:
 @pytest.mark.parametrize(
     ("y", "message"),
     [
-        (np.eye(4), "arg max of one-hot rows"),
-        (np.array([0.5, 1, 1, 0]), "whole numbers"),
+        (np.array([0.5, np.nan, 1, 0]), "NaN or infinite"),
+        (np.eye(3), "4 samples but 3 targets"),
         (np.array(["a", "b", "a", "b"]), "whole numbers"),
         (np.arange(3), "4 samples but 3 labels"),
     ],

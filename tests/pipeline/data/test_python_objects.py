@@ -112,7 +112,7 @@ def test_every_form_gives_all_samples_with_their_labels(data: Any, held_out: boo
         Items(labelled=False),
         chunks(labelled=False),
         [X[:10], X[10:]],
-        (X[:10], X[10:]),
+        (X[:12], X[12:]),
     ],
 )
 def test_unlabelled_forms(data: Any) -> None:

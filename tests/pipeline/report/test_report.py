@@ -75,8 +75,10 @@ memory.paper.float_runtime_bytes memory.planned_peak_bytes
 memory.float_planned_peak_bytes memory.live
 memory.measured_peak_rss_bytes.float memory.measured_peak_rss_bytes.quantized
 operations.multiply_adds operations.bit_operations operations.float_bit_operations
+task.name task.description
 accuracy.metric accuracy.samples accuracy.float accuracy.quantized accuracy.onnxruntime accuracy.keras
-accuracy.note metrics parity.onnxruntime.max_abs parity.onnxruntime.max_steps
+accuracy.note fidelity.samples fidelity.part fidelity.outputs metrics
+parity.onnxruntime.max_abs parity.onnxruntime.max_steps
 parity.onnxruntime.argmax_agreement parity.onnxruntime.first_layer parity.onnxruntime_accurate parity.keras
 latency_ms.float latency_ms.quantized latency_ms.ratio latency_ms.threads latency_ms.operators
 load_ms.float load_ms.quantized cpu.exact cpu.unsigned_layers epochs warnings

@@ -172,3 +172,24 @@ def test_what_cannot_be_measured_is_refused() -> None:
         sums.with_image(G - 1.0, G)
     with pytest.raises(UsageError, match=r"must be within 0\.\.1"):
         sums.with_image(np.where(G, np.nan, 0.0), G)
+
+
+@pytest.mark.filterwarnings("ignore:This class will be removed")
+def test_scores_are_those_of_pysodmetrics() -> None:
+    sod = pytest.importorskip("py_sod_metrics", exc_type=ImportError)
+    sums, peers = SaliencySums.empty(), (sod.MAE(), sod.Smeasure(), sod.Emeasure(), sod.Fmeasure())
+    seeds = (2, 3, 4, 6, 7)  # a centroid between two pixels is rounded up here as in Matlab, there to even
+    for seed in seeds:
+        p, g = maps(seed, 12, 10)
+        sums = sums.with_image(p, g)
+        for peer in peers:
+            peer.step(p, g, normalize=False)
+    mae, s, e, f = (peer.get_results() for peer in peers)
+    metrics = sums.metrics()
+    assert metrics["mae"] == pytest.approx(mae["mae"])
+    assert metrics["s_measure"] == pytest.approx(s["sm"])
+    # it divides by one pixel less, the paper by all pixels
+    assert metrics["e_measure"] == pytest.approx(e["em"]["adp"] * (120 - 1) / 120)
+    precision, recall = np.split(sums.values[4:] / len(seeds), 2)
+    np.testing.assert_allclose(precision[::-1], f["pr"]["p"])
+    np.testing.assert_allclose(recall[::-1], f["pr"]["r"])
