@@ -13,6 +13,7 @@ from ul2q.pipeline.compression.calibrate import calibrate, fit_activations
 from ul2q.pipeline.compression.corrections import BatchNormChoice
 from ul2q.pipeline.compression.finetune import EpochResult, finetune
 from ul2q.pipeline.compression.run_state import Run
+from ul2q.pipeline.compression.weight_rounding import move_into_cells
 from ul2q.pipeline.data import Inputs, batches
 from ul2q.pipeline.graph.capture import Captured, capture
 from ul2q.pipeline.graph.input_types import adapt_inputs
@@ -84,6 +85,7 @@ def finetune_network(
         run.progress.line(f"resumed after epoch {len(epochs)} of {config.finetune_epochs}")
     if config.finetune_epochs == 0 or (finished is not None and finished.tuned):
         return tuple(epochs)
+    move_into_cells(prepared)
     has_score = run.score(captured.module) is not None
     tuning: dict[str, Any] = {}
     results = finetune(
