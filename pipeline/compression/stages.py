@@ -15,6 +15,7 @@ from ul2q.pipeline.compression.calibrate import calibrate, fit_activations
 from ul2q.pipeline.compression.corrections import BatchNormChoice
 from ul2q.pipeline.compression.finetune import EpochResult, finetune
 from ul2q.pipeline.compression.run_state import Run
+from ul2q.pipeline.compression.weight_rounding import move_into_cells
 from ul2q.pipeline.data import Inputs, batches
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.graph.capture import Captured, capture
@@ -114,6 +115,7 @@ def finetune_network(
         run.progress.line(f"resumed after epoch {len(epochs)} of {config.finetune_epochs}")
     if config.finetune_epochs == 0 or (finished is not None and finished.tuned):
         return tuple(epochs)
+    move_into_cells(prepared)
     tuning: dict[str, Any] = {}
 
     def score() -> float:
