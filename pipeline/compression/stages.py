@@ -115,7 +115,6 @@ def finetune_network(
         run.progress.line(f"resumed after epoch {len(epochs)} of {config.finetune_epochs}")
     if config.finetune_epochs == 0 or (finished is not None and finished.tuned):
         return tuple(epochs)
-    move_into_cells(prepared)
     tuning: dict[str, Any] = {}
 
     def score() -> float:
@@ -124,9 +123,13 @@ def finetune_network(
     def refit() -> None:
         fit_activations(prepared, run.calibration)
 
+    begun = None  # a resumed state knows it
+    if finished is None or finished.tuning is None:
+        begun = (score(), copy.deepcopy(prepared.module.state_dict()))
+    move_into_cells(prepared)
     results = finetune(
         prepared, captured.module, lambda epoch: _epoch_batches(run, epoch), _steps(run),
-        loss=run.fine_tuning_loss, refit=refit, score=score,
+        loss=run.fine_tuning_loss, refit=refit, score=score, begun=begun,
         resume_state=None if finished is None else finished.tuning,
         save_state=None if resume is None else tuning.update,
     )  # fmt: skip
