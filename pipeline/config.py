@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from ul2q.pipeline.errors import UsageError, listed
-from ul2q.pipeline.quantize.option_values import ACT_FITS, AUTO, GRANULARITIES, STEPS
+from ul2q.pipeline.quantize.option_values import ACT_FITS, AUTO, CURVATURES, GRANULARITIES, STEPS
 from ul2q.pipeline.quantize.registry import DEFAULT_QUANTIZER, check_quantizer
 
 OPTIMIZERS = ("kfac", "sgd", "adam")
@@ -77,10 +77,13 @@ class QuantConfig(_Config):
         abits: activation width, 8, or 32 for float activations.
         step: step of the weights: ``paper`` for λ*σ [P], ``mse`` for the least squared error, ``minmax`` to
             reach the largest weight; ``auto`` chooses by the error of each layer's output. With ``paper``
-            everything else is as in [P] too: no choice of activation ranges by what reads them, no bias
-            correction.
+            everything else is as in [P] too: nearest levels, no choice of activation ranges by what reads
+            them, no bias correction.
         granularity: one (α, β) per weight ``tensor`` [P], or per output ``channel``; ``auto`` chooses for
             each layer.
+        curvature: ``auto`` rounds μL2Q weights such that their errors cancel in the output of the layer, by
+            the second moment of its inputs (`ul2q.pipeline.quantize.second_order`); ``off`` rounds each to
+            the nearest level.
         act_fit: how activation ranges are fitted; ``auto`` measures all fits and uses the best.
         quantizer: weight quantiser, a name in `ul2q.pipeline.quantize.registry.QUANTIZERS`.
         task: what the outputs mean, one of `TASKS`; ``auto`` follows from targets and outputs.
@@ -104,6 +107,7 @@ class QuantConfig(_Config):
     abits: int = 8
     step: str = AUTO
     granularity: str = AUTO
+    curvature: str = AUTO
     act_fit: str = "auto"
     quantizer: str = DEFAULT_QUANTIZER
     task: str = AUTO_TASK
@@ -130,6 +134,7 @@ class QuantConfig(_Config):
         _one_of("abits", self.abits, (8, 32))
         _one_of("step", self.step, (AUTO, *STEPS))
         _one_of("granularity", self.granularity, (AUTO, *GRANULARITIES))
+        _one_of("curvature", self.curvature, CURVATURES)
         _one_of("act_fit", self.act_fit, ACT_FITS)
         check_quantizer(self.quantizer, self.wbits)
         if self.quantizer != DEFAULT_QUANTIZER and self.step != AUTO:

@@ -71,6 +71,10 @@ def compress(
     granularity: Annotated[
         str | None, typer.Option(help="One scale per tensor or per channel; auto chooses by layer.")
     ] = None,
+    curvature: Annotated[
+        str | None,
+        typer.Option(help="auto rounds weights so that errors cancel in a layer's output; off: nearest."),
+    ] = None,
     act_fit: Annotated[str | None, typer.Option(help="auto, normal, rectified or minmax.")] = None,
     quantizer: Annotated[str | None, typer.Option(help=quantizer_help())] = None,
     optimizer: Annotated[str | None, typer.Option(help="Fine-tuning by adam, sgd or kfac.")] = None,
@@ -139,7 +143,7 @@ def compress(
 
     overrides = {
         "wbits": wbits, "abits": abits, "epochs": epochs, "step": step, "granularity": granularity,
-        "act_fit": act_fit, "quantizer": quantizer, "task": task,
+        "curvature": curvature, "act_fit": act_fit, "quantizer": quantizer, "task": task,
         "optimizer": optimizer, "lr": lr, "batch_size": batch_size, "samples": samples,
         "exclude": exclude or None, "dynamic": dynamic or None, "opset": opset, "storage": storage,
         "target": target, "seed": seed,

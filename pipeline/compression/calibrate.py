@@ -16,6 +16,7 @@ from ul2q.pipeline.compression.corrections import (
     reestimate_batch_norm,
     split,
 )
+from ul2q.pipeline.compression.weight_rounding import round_weights
 from ul2q.pipeline.compression.weight_steps import choose_steps
 from ul2q.pipeline.errors import UsageError, within
 from ul2q.pipeline.graph.prepare import Prepared
@@ -24,6 +25,8 @@ from ul2q.pipeline.quantize.option_values import AUTO
 
 # Samples on which layers are compared, and about their input elements: large images take much memory.
 _COMPARED, _LEAST_COMPARED, _COMPARED_ELEMENTS = 64, 8, 2**20
+# Samples that weights are rounded by.
+_ROUNDED, _ROUNDED_ELEMENTS = 128, 2**22
 
 
 def calibrate(
@@ -42,8 +45,8 @@ def calibrate(
         reference: the float network, for choosing batch norm statistics and biases.
         batches: starts a pass over the calibration inputs.
         synthetic: whether the inputs are synthetic, see `reestimate_batch_norm`.
-        correct: whether ``reference`` has the weights of ``prepared``, so that its layers show which biases
-            are missing.
+        correct: whether ``reference`` has the weights of ``prepared``: then steps are chosen, weights rounded
+            and biases corrected. Trained weights keep the steps that they were trained with.
         balanced: see `choose_steps`.
 
     Returns:
@@ -55,13 +58,19 @@ def calibrate(
     """
     config = prepared.config
     set_activations(prepared, "off")
-    if config.step != "paper" or config.granularity == AUTO:
+    if correct and (config.step != "paper" or config.granularity == AUTO):
         choose_steps(prepared, compared_samples(batches), balanced=balanced)
+    if correct and config.curvature != "off" and not config.as_published:
+        round_weights(prepared, reference, _first(batches(), _ROUNDED, _ROUNDED_ELEMENTS))
     if config.as_published:
-        choice = reestimate_batch_norm(prepared.module, reference, batches, batches, synthetic=synthetic)
+        choice = reestimate_batch_norm(
+            prepared.module, reference, batches, batches, synthetic=synthetic, shift=False
+        )
     else:
         estimation, held_out = split(batches)
-        choice = reestimate_batch_norm(prepared.module, reference, estimation, held_out, synthetic=synthetic)
+        choice = reestimate_batch_norm(
+            prepared.module, reference, estimation, held_out, synthetic=synthetic, shift=correct
+        )
         if correct:
             correct_biases(prepared, reference, compared_samples(estimation), held_out)
     fit_activations(prepared, batches)
@@ -74,7 +83,7 @@ def compared_samples(batches: Batches) -> list[Tensor]:
     Raises:
         UsageError: there are none.
     """
-    return _first(batches())
+    return _first(batches(), _COMPARED, _COMPARED_ELEMENTS)
 
 
 def set_activations(prepared: Prepared, mode: str) -> None:
@@ -110,12 +119,12 @@ def fit_activations(prepared: Prepared, batches: Batches) -> None:
 _NO_SAMPLES = "no calibration samples: give data with at least one training sample"
 
 
-def _first(batches: Iterable[tuple[Tensor, ...]]) -> list[Tensor]:
+def _first(batches: Iterable[tuple[Tensor, ...]], most: int, most_elements: int) -> list[Tensor]:
     parts: list[tuple[Tensor, ...]] = []
     count = 0
     for inputs in batches:
         elements = max(math.prod(x.shape[1:]) for x in inputs)
-        wanted = min(_COMPARED, max(_LEAST_COMPARED, _COMPARED_ELEMENTS // max(1, elements)))
+        wanted = min(most, max(_LEAST_COMPARED, most_elements // max(1, elements)))
         parts.append(tuple(x[: wanted - count] for x in inputs))
         count += len(parts[-1][0])
         if count >= wanted:

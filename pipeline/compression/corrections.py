@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -75,8 +76,12 @@ def reestimate_batch_norm(
     judged_on: Batches,
     *,
     synthetic: bool = False,
+    shift: bool = True,
 ) -> BatchNormChoice | None:
     """Average the statistics of all batch norms anew, and keep them if that lowers the error of the outputs.
+
+    The stored statistics, shifted as quantisation shifts the averages, are tried as well: they keep what the
+    training data had and the samples lack.
 
     Args:
         module: the graph with quantised weights, changed in place.
@@ -85,6 +90,7 @@ def reestimate_batch_norm(
         judged_on: samples for the error.
         synthetic: whether the inputs are synthetic: then the statistics of the float network are right, and
             only their change by quantisation is applied.
+        shift: whether to try shifted statistics where the inputs are not synthetic.
 
     Returns:
         The choice, or None without batch norm, or without any batch of at least two samples.
@@ -92,20 +98,20 @@ def reestimate_batch_norm(
     norms = _norms(module)
     if not norms:
         return None
-    before = output_error(module, reference, judged_on)
-    old = {
-        name: copy.deepcopy((m.running_mean, m.running_var, m.num_batches_tracked))
-        for name, m in norms.items()
-    }
-    used = _average_statistics(module, estimation)
-    if used and synthetic:
-        _shift_statistics(norms, reference, estimation)
-    choice = BatchNormChoice(before, output_error(module, reference, judged_on)) if used else None
-    if choice is None or not choice.reestimated:
-        for name, (mean, var, count) in old.items():
-            norm = norms[name]
-            norm.running_mean, norm.running_var, norm.num_batches_tracked = mean, var, count
-    return choice
+    before = least = output_error(module, reference, judged_on)
+    best = _statistics(norms)
+    measured = 0.0
+    if not _average_statistics(module, estimation):
+        _use_statistics(norms, best)
+        return None
+    for shifted in (True,) if synthetic else (False, True) if shift else (False,):
+        if shifted:
+            _shift_statistics(norms, reference, estimation)
+        measured = output_error(module, reference, judged_on)
+        if measured < least:
+            least, best = measured, _statistics(norms)
+    _use_statistics(norms, best)
+    return BatchNormChoice(before, measured if least == before else least)
 
 
 @torch.no_grad()
@@ -151,6 +157,57 @@ def correct_biases(
     return False
 
 
+@contextmanager
+def following_reference(
+    prepared: Prepared, reference: nn.Module, inputs: Sequence[Tensor]
+) -> Iterator[list[Any]]:
+    """Correct batch norms and biases towards ``reference`` in the pass that follows; restored afterwards.
+
+    In a pass over the same ``inputs``, every layer thereby leaves about the means, and every batch norm the
+    variances, of the float network, whatever quantisation changed before it.
+
+    Args:
+        prepared: the graph with quantised weights.
+        reference: the float network.
+        inputs: samples, one tensor per model input.
+
+    Yields:
+        A list for further hooks, which are removed afterwards too.
+    """
+    module = prepared.module
+    means: dict[str, Tensor] = {}
+    variances: dict[str, Tensor] = {}
+    ends, norms = _ends(prepared), _norms(module)
+    handles = [
+        reference.get_submodule(end).register_forward_hook(_Recorder(means, end, last_axis=last_axis))
+        for end, (_, last_axis) in ends.items()
+    ]
+    handles += [
+        reference.get_submodule(name).register_forward_pre_hook(_VarianceRecorder(variances, name))
+        for name in norms
+    ]
+    reference.eval()
+    _run(reference, inputs, handles)
+    old = {name: _state(module.get_submodule(name)) for name in (*ends, *norms)}
+    old_variances = {name: norm.running_var for name, norm in norms.items()}
+    handles = [
+        norm.register_forward_pre_hook(_VarianceShift(variances[name])) for name, norm in norms.items()
+    ]
+    handles += [
+        module.get_submodule(end).register_forward_hook(_Corrector(means[end], last_axis=last_axis))
+        for end, (_, last_axis) in ends.items()
+    ]
+    try:
+        yield handles
+    finally:
+        for handle in handles:
+            handle.remove()
+        for name, state in old.items():
+            _restore(module.get_submodule(name), state)
+        for name, variance in old_variances.items():
+            norms[name].running_var = variance
+
+
 def output_error(module: nn.Module, reference: nn.Module, batches: Batches) -> float:
     """Return the mean squared difference of all outputs."""
     module.eval()
@@ -172,6 +229,19 @@ def output_error(module: nn.Module, reference: nn.Module, batches: Batches) -> f
 
 def _norms(module: nn.Module) -> dict[str, Any]:
     return {name: m for name, m in module.named_modules() if isinstance(m, BATCH_NORMS)}
+
+
+def _statistics(norms: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: copy.deepcopy((m.running_mean, m.running_var, m.num_batches_tracked))
+        for name, m in norms.items()
+    }
+
+
+def _use_statistics(norms: dict[str, Any], statistics: dict[str, Any]) -> None:
+    for name, (mean, var, count) in statistics.items():
+        norm = norms[name]
+        norm.running_mean, norm.running_var, norm.num_batches_tracked = mean, var, count
 
 
 def _average_statistics(module: nn.Module, batches: Batches) -> int:
@@ -259,6 +329,32 @@ class _Recorder:
 
     def __call__(self, module: nn.Module, arguments: Any, y: Tensor) -> None:  # noqa: ARG002
         self.means[self.name] = _sample_means(y, last_axis=self.last_axis)
+
+
+def _variance(x: Tensor) -> Tensor:
+    """Return the variance [C] of every channel of an input [N, C, …] of a batch norm."""
+    return x.double().transpose(0, 1).reshape(x.shape[1], -1).var(1, correction=0)
+
+
+class _VarianceRecorder:
+    def __init__(self, variances: dict[str, Tensor], name: str) -> None:
+        self.variances, self.name = variances, name
+
+    def __call__(self, module: nn.Module, arguments: Any) -> None:  # noqa: ARG002
+        self.variances[self.name] = _variance(arguments[0])
+
+
+class _VarianceShift:
+    """Multiplies the variance of a batch norm by what quantisation changed."""
+
+    def __init__(self, expected: Tensor) -> None:
+        self.expected = expected
+
+    def __call__(self, norm: Any, arguments: Any) -> None:
+        if norm.running_var is not None:
+            tiny = torch.finfo(torch.float32).tiny
+            factor = (_variance(arguments[0]) + tiny) / (self.expected + tiny)
+            norm.running_var = (norm.running_var * factor).to(norm.running_var.dtype)
 
 
 class _Corrector:

@@ -163,6 +163,7 @@ def finetune(
     loss: Loss = default_loss,
     refit: Callable[[], None],
     score: Callable[[], float] | None = None,
+    begun: tuple[float, dict[str, Any]] | None = None,
     resume_state: Mapping[str, Any] | None = None,
     save_state: Callable[[dict[str, Any]], None] | None = None,
 ) -> Iterator[EpochResult]:
@@ -180,6 +181,7 @@ def finetune(
         loss: see `Loss`.
         refit: fits the activation ranges anew.
         score: validation score.
+        begun: score and state dict of ``prepared`` before anything was done to it for the training.
         resume_state: state that ``save_state`` received; ``prepared`` has its own state of that time.
         save_state: receives, after each epoch, the state beside that of ``prepared``.
 
@@ -198,6 +200,7 @@ def finetune(
         tuner.load(resume_state)
         finished = resume_state["epoch"]
     elif score is not None:
+        tuner.best = begun
         tuner.keep_if_best(score())
     for epoch in range(finished, epochs):
         with _pruned_weights_kept(prepared.module):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from ul2q.pipeline.compression.corrections import BatchNormChoice
 from ul2q.pipeline.compression.finetune import EpochResult
@@ -67,6 +68,10 @@ class FinishedStages:
 
     def restore(self, prepared: Prepared) -> None:
         """Load the state into ``prepared`` and the generator; the activation ranges must be fitted anew."""
+        for name, value in self.module.items():
+            owner: Any = prepared.module.get_submodule(name.rpartition(".")[0])
+            if name.endswith(".bias") and owner.bias is None:  # the correction of biases added one
+                owner.bias = nn.Parameter(torch.empty_like(value))
         prepared.module.load_state_dict(dict(self.module))
         torch.set_rng_state(self.generator)
 

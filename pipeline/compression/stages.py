@@ -15,6 +15,7 @@ from ul2q.pipeline.compression.calibrate import calibrate, fit_activations
 from ul2q.pipeline.compression.corrections import BatchNormChoice
 from ul2q.pipeline.compression.finetune import EpochResult, finetune
 from ul2q.pipeline.compression.run_state import Run
+from ul2q.pipeline.compression.weight_rounding import move_into_cells
 from ul2q.pipeline.data import Inputs, batches
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.graph.capture import Captured, capture
@@ -128,9 +129,13 @@ def finetune_network(
     def refit() -> None:
         fit_activations(prepared, run.calibration)
 
+    begun = None  # a resumed state knows it
+    if finished is None or finished.tuning is None:
+        begun = (score(), copy.deepcopy(prepared.module.state_dict()))
+    move_into_cells(prepared)
     results = finetune(
         prepared, captured.module, lambda epoch: _epoch_batches(run, epoch), _steps(run),
-        loss=run.fine_tuning_loss, refit=refit, score=score,
+        loss=run.fine_tuning_loss, refit=refit, score=score, begun=begun,
         resume_state=None if finished is None else finished.tuning,
         save_state=None if resume is None else tuning.update,
     )  # fmt: skip

@@ -17,7 +17,6 @@ from ul2q.pipeline.quantize.histogram import BINS
 from ul2q.pipeline.quantize.option_values import ACT_FITS
 from ul2q.pipeline.quantize.registry import DEFAULT_QUANTIZER
 from ul2q.pipeline.quantize.rules.mu_l2q import MuL2Q
-from ul2q.pipeline.quantize.rules.rule import WeightRule
 from ul2q.pipeline.quantize.steps import Step
 from ul2q.pipeline.quantize.weight import rule_for
 
@@ -33,20 +32,26 @@ class _QuantizedWeight(torch.autograd.Function):
     """scale·w_int of the weight's own grid; ∂L/∂w = ∂L/∂w_q (equation 15 of [P]), for clipped weights too."""
 
     @staticmethod
-    def forward(ctx: Any, w: Tensor, rule: WeightRule, k: int, granularity: str, channel_axis: int) -> Tensor:  # noqa: ARG004
+    def forward(ctx: Any, w: Tensor, quantizer: WeightQuantizer) -> Tensor:  # noqa: ARG004
         values = w.float()
+        rule, k, channel_axis = quantizer.rule, quantizer.k, quantizer.channel_axis
+        granularity = quantizer.granularity
+        if quantizer.codes.numel():
+            grid = rule.grid(values.cpu().numpy(), k, granularity, channel_axis)
+            codes = quantizer.codes.to(values.device)
+            return grids.dequantize(codes, grid, channel_axis).reshape(w.shape).to(w.dtype)
         if not rule.codes_follow_grid:
-            codes, grid = rule.quantize(values.cpu().numpy(), k, granularity, channel_axis)
-            q = torch.from_numpy(codes).to(values.device)
-            return grids.dequantize(q, grid, channel_axis).to(w.dtype)
+            q, grid = rule.quantize(values.cpu().numpy(), k, granularity, channel_axis)
+            on_device = torch.from_numpy(q).to(values.device)
+            return grids.dequantize(on_device, grid, channel_axis).to(w.dtype)
         # NumPy and torch give equal bits; on the CPU NumPy sums faster and shares the memory.
         source = values.numpy() if values.device.type == "cpu" else values
         grid = rule.grid(source, k, granularity, channel_axis)
         return _on_grid(values, grid, channel_axis).to(w.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:  # noqa: ARG004
-        return gradients[0], None, None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
+        return gradients[0], None
 
 
 def _on_grid(w: Tensor, grid: grids.Grid, axis: int) -> Tensor:
@@ -75,10 +80,14 @@ class WeightQuantizer(nn.Module):
 
     Attributes:
         step: the rule for the step of μL2Q weights, λ*σ until `set_step`; None for other quantisers.
+        codes: int8 buffer, codes on the weight's grid that were chosen elsewhere, in its shape; empty where
+            every weight takes the code of its own cell.
 
     Raises:
         UsageError: an argument is out of range.
     """
+
+    codes: Tensor
 
     def __init__(
         self, k: int, granularity: str = "tensor", channel_axis: int = 0, quantizer: str = DEFAULT_QUANTIZER
@@ -90,18 +99,26 @@ class WeightQuantizer(nn.Module):
         self.k, self.granularity, self.channel_axis = k, granularity, channel_axis
         self.quantizer = quantizer
         self.step = Step(granularity=granularity) if isinstance(self.rule, MuL2Q) else None
+        self.register_buffer("codes", torch.empty(0, dtype=torch.int8))
 
     def set_step(self, step: Step) -> None:
-        """Use another rule for the step of μL2Q weights, with its granularity."""
+        """Use another rule for the step of μL2Q weights, with its granularity, and the weights' own codes."""
+        self._follow(step)
+        self.codes = self.codes.new_empty(0)
+
+    def _follow(self, step: Step) -> None:
         self.step, self.granularity, self.rule = step, step.granularity, MuL2Q(step)
 
     def quantize(self, w: NDArray[np.float32]) -> tuple[NDArray[np.int8], grids.Grid]:
         """Return the codes of ``w``, int8 of its shape, and its grid."""
+        if self.codes.numel():
+            grid = self.rule.grid(w, self.k, self.granularity, self.channel_axis)
+            return self.codes.cpu().numpy().reshape(w.shape), grid
         return self.rule.quantize(w, self.k, self.granularity, self.channel_axis)
 
     def forward(self, w: Tensor) -> Tensor:
         """Return the quantised weight, of the shape and type of ``w``."""
-        return _QuantizedWeight.apply(w, self.rule, self.k, self.granularity, self.channel_axis)
+        return _QuantizedWeight.apply(w, self)
 
     def right_inverse(self, w: Tensor) -> Tensor:
         """Return ``w``: assigning a weight sets the float weight."""
@@ -114,7 +131,13 @@ class WeightQuantizer(nn.Module):
     def set_extra_state(self, state: Tensor) -> None:
         """Restore what `get_extra_state` returned."""
         if state.numel():
-            self.set_step(Step.from_array(state.numpy()))
+            self._follow(Step.from_array(state.numpy()))  # the codes are loaded by themselves
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        # The buffer has the weight's shape or none, and older states lack it.
+        saved = state_dict.setdefault(f"{prefix}codes", self.codes.new_empty(0))
+        self.codes = self.codes.new_empty(saved.shape)
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
     def extra_repr(self) -> str:
         """Return the arguments as text."""

@@ -10,6 +10,7 @@ GRANULARITIES: Final = ("tensor", "channel")
 STEPS: Final = ("paper", "mse", "minmax")
 """Steps of μL2Q: λ*σ ([P]), the least squared error, the one that reaches the largest weight."""
 AUTO: Final = "auto"
+CURVATURES: Final = (AUTO, "off")
 ACT_FITS: Final = ("auto", "normal", "rectified", "minmax")
 
 

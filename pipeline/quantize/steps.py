@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ul2q.pipeline.quantize import ul2q
-from ul2q.pipeline.quantize.grid import SATURATION_FREE, Grid, deployable_grid
+from ul2q.pipeline.quantize.grid import SATURATION_FREE, Grid, deployable_grid, grid_codes
 from ul2q.pipeline.quantize.option_values import AUTO, GRANULARITIES, STEPS
 
 Floats = NDArray[np.float32]
@@ -50,6 +50,9 @@ _COARSE: Final = 13
 _REFINEMENTS: Final = 3
 # Smallest step searched, in steps λ*σ: lower ones lose more by clipping than they gain.
 _SMALLEST: Final = 0.4
+# Weights that are moved into a cell stay away from its ends by this part of it.
+_CELL_MARGIN: Final = 0.05
+_BISECTIONS: Final = 50
 
 
 NAMES: Final = (*STEPS, "output")
@@ -252,6 +255,60 @@ def fitted_step(
         return float(np.sum(squared_error(rows, grid.alpha, grid.beta, k, weights)))
 
     return min(centred, symmetric, key=error)
+
+
+def weights_with_codes(
+    w: NDArray[Any], codes: NDArray[np.int8], k: int, step: Step, channel_axis: int = 0
+) -> tuple[Floats, Step] | None:
+    """Move weights into the cells of given codes, and adapt the ratio, so that these are their own codes.
+
+    Every weight keeps its value where it lies in its cell, else it gets the nearest one inside. With β = μ
+    all are shifted first, as far as keeps the mean; so the grid remains the same.
+
+    Args:
+        w: weight.
+        codes: codes on the grid of ``step``, of its shape.
+        k: width in bits.
+        step: the rule that the grid follows.
+        channel_axis: axis of the output channels.
+
+    Returns:
+        The weights, float32 of the shape of ``w``, and the rule; None where no weights with this mean have
+        these codes.
+    """
+    axis = channel_axis if step.granularity == "channel" else None
+    rows, q = _rows(w, step.granularity, channel_axis), _rows(codes, step.granularity, channel_axis)
+    alpha, beta = ul2q.scale_offset(w, k, axis, ratio=step.ratio, symmetric=step.symmetric)
+    grid = deployable_grid(alpha, beta, k)
+    width, middle = (np.ravel(v).astype(np.float64)[:, None] for v in (grid.alpha, grid.beta))
+    centre = width * (q + 0.5) + middle
+    reach = (0.5 - _CELL_MARGIN) * width
+    low = np.where(q == -(2 ** (k - 1)), -np.inf, centre - reach)
+    high = np.where(q == 2 ** (k - 1) - 1, np.inf, centre + reach)
+    constant = width[:, 0] == 0
+    low[constant], high[constant] = -np.inf, np.inf
+    shift = np.zeros_like(width)
+    if not step.symmetric:
+        mean = rows.mean(1, dtype=np.float64)
+        down, up = -(2.0**k) * width, 2.0**k * width
+        for _ in range(_BISECTIONS):
+            shift = (down + up) / 2
+            short = (np.clip(rows + shift, low, high).mean(1) < mean)[:, None]
+            down, up = np.where(short, shift, down), np.where(short, up, shift)
+    moved = np.clip(rows + shift, low, high).astype(np.float32)
+    shape = np.moveaxis(np.empty(w.shape), channel_axis, 0).shape if axis is not None else w.shape
+    result = moved.reshape(shape)
+    if axis is not None:
+        result = np.ascontiguousarray(np.moveaxis(result, 0, channel_axis))
+    unit = np.ones_like(alpha)
+    statistic, _ = ul2q.scale_offset(result, k, axis, ratio=unit, symmetric=step.symmetric)
+    ratio = np.asarray(alpha / np.where(statistic > 0, statistic, 1), np.float32)
+    new = replace(step, ratio=ratio)
+    alpha, beta = ul2q.scale_offset(result, k, axis, ratio=ratio, symmetric=step.symmetric)
+    grid = deployable_grid(alpha, beta, k)
+    if not np.array_equal(grid_codes(result, grid, channel_axis), codes):
+        return None
+    return result, new
 
 
 def _alpha(step: Step, statistic: NDArray[np.float64]) -> Floats:

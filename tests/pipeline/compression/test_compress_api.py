@@ -114,7 +114,7 @@ def test_loss_and_metric_of_the_caller_are_used() -> None:
         seen["metric"].append(len(dataset))
         return -float(len(seen["metric"]))  # every later state is worse
 
-    config = QuantConfig(wbits=2, epochs=2, batch_size=32, abits=32)
+    config = QuantConfig(wbits=2, epochs=2, batch_size=32, abits=32, curvature="off")
     result = compress(network(), (X, Y), config, loss=loss, metric=metric)
     assert seen["loss"] == [((32, 3), torch.int64, False)] * 2
     assert set(seen["metric"][:-2]) == {9}  # the validation samples

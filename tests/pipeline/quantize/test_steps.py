@@ -10,7 +10,15 @@ import pytest
 from ul2q.pipeline.quantize import steps, ul2q
 from ul2q.pipeline.quantize.grid import Grid, dequantize, sqnr_db
 from ul2q.pipeline.quantize.rules.mu_l2q import MuL2Q
-from ul2q.pipeline.quantize.steps import PAPER, Step, candidates, choose_step, fitted_step, minmax_step
+from ul2q.pipeline.quantize.steps import (
+    PAPER,
+    Step,
+    candidates,
+    choose_step,
+    fitted_step,
+    minmax_step,
+    weights_with_codes,
+)
 
 WIDTHS = range(1, 9)
 
@@ -218,3 +226,43 @@ def test_a_rule_survives_as_an_array() -> None:
         if step.ratio is not None and again.ratio is not None:
             np.testing.assert_array_equal(again.ratio, step.ratio)
             assert again.ratio.shape == step.ratio.shape
+
+
+@pytest.mark.parametrize("k", WIDTHS)
+@pytest.mark.parametrize("granularity", ["tensor", "channel"])
+@pytest.mark.parametrize("fit", ["paper", "fitted"])
+def test_weights_are_moved_into_the_cells_of_given_codes(k: int, granularity: str, fit: str) -> None:
+    w = drawn(laplace)
+    step = Step(granularity=granularity) if fit == "paper" else fitted_step(w, k, granularity)
+    codes, grid = MuL2Q(step).quantize(w, k, granularity, 0)
+    pushed = np.random.default_rng(1).integers(-1, 2, codes.shape)
+    chosen = np.clip(codes + pushed, -(2 ** (k - 1)), 2 ** (k - 1) - 1).astype(np.int8)
+    moved = weights_with_codes(w, chosen, k, step)
+    assert moved is not None
+    weights, new = moved
+    again, same = MuL2Q(new).quantize(weights, k, granularity, 0)
+    np.testing.assert_array_equal(again, chosen)
+    np.testing.assert_array_equal(same.offset, grid.offset)
+    np.testing.assert_allclose(same.scale, grid.scale, rtol=3e-7)
+    assert (new.name, new.granularity, new.symmetric) == (step.name, granularity, step.symmetric)
+    if step.symmetric:  # no shift: weights that had their code stay as they are
+        steps = grid.alpha.reshape(-1, 1, 1, 1)
+        stays = (chosen == codes) & (abs(w - dequantize(codes, grid)) < 0.4 * steps)
+        np.testing.assert_array_equal(weights[stays], w[stays])
+
+
+def test_codes_that_no_weights_of_this_mean_have_are_not_reached() -> None:
+    w = drawn(normal)
+    lowest = np.full(w.shape, -1, np.int8)
+    lowest.flat[0] = 0
+    assert weights_with_codes(w + 3, lowest, 2, Step()) is None
+
+
+def test_constant_channels_stay_where_they_are() -> None:
+    w = drawn(normal)
+    w[4] = 0.25
+    step = fitted_step(w, 3, "channel")
+    codes, _ = MuL2Q(step).quantize(w, 3, "channel", 0)
+    moved = weights_with_codes(w, codes, 3, step)
+    assert moved is not None
+    np.testing.assert_array_equal(moved[0][4], w[4])
