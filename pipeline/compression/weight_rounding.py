@@ -123,6 +123,8 @@ def _round(layer: nn.Module, arguments: tuple[Any, ...]) -> None:
     for damping in (DAMPING,) if enough else (DAMPING, *_STRONGER_DAMPING):
         q = rows.unpack(round_second_order(w, moment, steps, offsets, quantizer.k, damping, SWEEPS))
         q = torch.where(_to_channels(varying, weight.ndim), q.to(torch.int8), own)
+        if quantizer.step is not None and quantizer.step.zero:
+            q = torch.where(weight == 0, own, q)  # pruned weights stay 0
         value = error(q)
         if value < least:
             least, best = value, q

@@ -274,8 +274,10 @@ def weights_with_codes(
 
     Returns:
         The weights, float32 of the shape of ``w``, and the rule; None where no weights with this mean have
-        these codes.
+        these codes, and of pruned weights, whose zeros must not move.
     """
+    if step.zero:
+        return None
     axis = channel_axis if step.granularity == "channel" else None
     rows, q = _rows(w, step.granularity, channel_axis), _rows(codes, step.granularity, channel_axis)
     alpha, beta = ul2q.scale_offset(w, k, axis, ratio=step.ratio, symmetric=step.symmetric)
