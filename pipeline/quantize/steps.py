@@ -263,7 +263,8 @@ def weights_with_codes(
     """Move weights into the cells of given codes, and adapt the ratio, so that these are their own codes.
 
     Every weight keeps its value where it lies in its cell, else it gets the nearest one inside. With β = μ
-    all are shifted first, as far as keeps the mean; so the grid remains the same.
+    all are shifted first, as far as keeps the mean, so that the grid remains the same. Where 0 must be a
+    level, weights that are 0 stay so.
 
     Args:
         w: weight.
@@ -274,14 +275,17 @@ def weights_with_codes(
 
     Returns:
         The weights, float32 of the shape of ``w``, and the rule; None where no weights with this mean have
-        these codes, and of pruned weights, whose zeros must not move.
+        these codes.
     """
-    if step.zero:
-        return None
+
+    def placed(values: NDArray[Any], ratio: Floats | None) -> tuple[Floats, Grid]:
+        alpha, beta = ul2q.scale_offset(values, k, axis, ratio=ratio, symmetric=step.symmetric)
+        centre = offset_with_zero(alpha, beta, k, np) if step.zero else beta
+        return alpha, deployable_grid(alpha, centre, k)
+
     axis = channel_axis if step.granularity == "channel" else None
     rows, q = _rows(w, step.granularity, channel_axis), _rows(codes, step.granularity, channel_axis)
-    alpha, beta = ul2q.scale_offset(w, k, axis, ratio=step.ratio, symmetric=step.symmetric)
-    grid = deployable_grid(alpha, beta, k)
+    alpha, grid = placed(w, step.ratio)
     width, middle = (np.ravel(v).astype(np.float64)[:, None] for v in (grid.alpha, grid.beta))
     centre = width * (q + 0.5) + middle
     reach = (0.5 - _CELL_MARGIN) * width
@@ -289,26 +293,29 @@ def weights_with_codes(
     high = np.where(q == 2 ** (k - 1) - 1, np.inf, centre + reach)
     constant = width[:, 0] == 0
     low[constant], high[constant] = -np.inf, np.inf
+
+    def inside(shift: NDArray[np.float64]) -> NDArray[np.float64]:
+        moved: NDArray[np.float64] = np.clip(rows + shift, low, high)
+        return np.where(rows == 0, 0, moved) if step.zero else moved
+
     shift = np.zeros_like(width)
     if not step.symmetric:
         mean = rows.mean(1, dtype=np.float64)
         down, up = -(2.0**k) * width, 2.0**k * width
         for _ in range(_BISECTIONS):
             shift = (down + up) / 2
-            short = (np.clip(rows + shift, low, high).mean(1) < mean)[:, None]
+            short = (inside(shift).mean(1) < mean)[:, None]
             down, up = np.where(short, shift, down), np.where(short, up, shift)
-    moved = np.clip(rows + shift, low, high).astype(np.float32)
+    moved = inside(shift).astype(np.float32)
     shape = np.moveaxis(np.empty(w.shape), channel_axis, 0).shape if axis is not None else w.shape
     result = moved.reshape(shape)
     if axis is not None:
         result = np.ascontiguousarray(np.moveaxis(result, 0, channel_axis))
-    unit = np.ones_like(alpha)
-    statistic, _ = ul2q.scale_offset(result, k, axis, ratio=unit, symmetric=step.symmetric)
+    statistic, _ = placed(result, np.ones_like(alpha))
     ratio = np.asarray(alpha / np.where(statistic > 0, statistic, 1), np.float32)
     new = replace(step, ratio=ratio)
-    alpha, beta = ul2q.scale_offset(result, k, axis, ratio=ratio, symmetric=step.symmetric)
-    grid = deployable_grid(alpha, beta, k)
-    if not np.array_equal(grid_codes(result, grid, channel_axis), codes):
+    _, same = placed(result, ratio)
+    if not np.array_equal(grid_codes(result, same, channel_axis), codes):
         return None
     return result, new
 
