@@ -343,7 +343,7 @@ def _compared(report: Report, output: OutputFidelity) -> str:
     about = report["fidelity"]
     notes = ["SQNR against float"]
     if output["relative_error"] is not None:
-        notes.append(f"relative error {100 * output['relative_error']:.2g} %")
+        notes.append(f"error {100 * output['relative_error']:.2g} % of the standard deviation")
     if output["cosine"] is not None:
         notes.append(f"cosine {output['cosine']:.4f}")
     if output["same_class"] is not None:
