@@ -96,21 +96,30 @@ class Run:
 
     def calibration(self) -> Iterator[tuple[Tensor, ...]]:
         """Yield the inputs of one pass over the calibration samples, shuffled by the seed."""
-        count = len(self.train)
+        count = sum(map(len, self._calibration_parts()))
         with self.progress.bar("calibrate", min(self.config.samples or count, count)) as bar:
             for inputs in self._calibration_inputs():
                 yield inputs
                 bar.advance(len(inputs[0]))
 
     def _calibration_inputs(self) -> Iterator[tuple[Tensor, ...]]:
-        left = self.config.samples or len(self.train)
+        parts = self._calibration_parts()
+        left = self.config.samples or sum(map(len, parts))
         fitting = max(2, _CALIBRATION_ELEMENTS // math.prod(self.data.shape))
         size = min(self.config.batch_size, fitting)
-        for inputs, _ in batches(self.train, size, seed=self.config.seed):
-            yield tuple(x[:left] for x in inputs)
-            left -= len(inputs[0])
-            if left <= 0:
-                return
+        for part in parts:
+            for inputs, _ in batches(part, size, seed=self.config.seed):
+                yield tuple(x[:left] for x in inputs)
+                left -= len(inputs[0])
+                if left <= 0:
+                    return
+
+    def _calibration_parts(self) -> list[Dataset]:
+        """Return the samples to calibrate on, with those of the validation where these choose nothing."""
+        validation = self.data.validation
+        if validation is None or self.config.finetune_epochs or self.config.as_published:
+            return [self.train]
+        return [self.train, validation]
 
     @property
     def is_synthetic(self) -> bool:
