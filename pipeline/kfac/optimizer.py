@@ -54,8 +54,9 @@ class KFAC(torch.optim.Optimizer):
     broadcasts the model of rank 0. The model must not be wrapped in DistributedDataParallel, which would
     reduce a second time: it is unwrapped with a warning.
 
-    A GradScaler works as with torch's optimisers (call ``scaler.step(optimizer)`` without ``unscale_``), on
-    one rank; for a custom scale set ``loss_scale``.
+    A GradScaler works as with torch's optimisers, on one rank: call ``scaler.step(optimizer)`` without
+    ``unscale_``, which would leave the statistics scaled (``step`` then raises). For a custom scale set
+    ``loss_scale``.
 
     Attributes:
         model: the model.
@@ -248,9 +249,15 @@ class KFAC(torch.optim.Optimizer):
         """Return the factor of the summed gradients: the loss scale times the number of ranks.
 
         Raises:
-            UsageError: a GradScaler is used on several ranks.
+            UsageError: a GradScaler is used on several ranks, or its ``unscale_`` was called.
         """
         scale = self.loss_scale
+        # GradScaler sets both attributes for the time of a step, and the first to None after unscale_.
+        if hasattr(self, "found_inf") and getattr(self, "grad_scale", None) is None:
+            raise UsageError(
+                "KFAC: GradScaler.unscale_ divided the gradients, but not the statistics of the same backward "
+                "pass: leave it out, `scaler.step(optimizer)` divides both"
+            )
         if isinstance(scaler := getattr(self, "grad_scale", None), Tensor):  # set by torch's GradScaler
             if self._collector.world > 1:
                 raise UsageError(

@@ -372,6 +372,18 @@ def test_a_grad_scaler_works() -> None:
         assert torch.allclose(p, q, rtol=1e-10)
 
 
+def test_a_grad_scaler_that_has_unscaled_the_gradients_is_refused() -> None:
+    """The statistics would keep the square of the scale, and updates would be that much too small."""
+    module = nn.Linear(3, 2)
+    before = module.weight.detach().clone()
+    optimizer, scaler = KFAC(module), torch.amp.GradScaler("cpu", init_scale=256.0)
+    scaler.scale(module(torch.ones(4, 3)).square().mean()).backward()
+    scaler.unscale_(optimizer)
+    with pytest.raises(UsageError, match="leave it out, `scaler.step"):
+        scaler.step(optimizer)
+    assert torch.equal(module.weight, before)
+
+
 def test_a_batch_with_nan_is_skipped_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     model, other = _network(), _network()
     optimizer = KFAC(model, lr=0.01)
