@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, overload
+from typing import Any, Self, overload
 
 import torch
 from torch import Tensor, nn
@@ -108,6 +108,11 @@ class KFAC(torch.optim.Optimizer):
         self.options = options or Options()
         self.model = _unwrapped(model)
         self.loss_scale = loss_scale
+        self._intervals: dict[str, Any] = {
+            "factor_interval": factor_interval,
+            "inverse_interval": inverse_interval,
+            "factor_decay": factor_decay,
+        }
         self.steps = self.skipped = 0
         self._layers, uncovered = find_layers(self.model)
         if self.options.batch_norm == "plain":
@@ -255,8 +260,8 @@ class KFAC(torch.optim.Optimizer):
         # GradScaler sets both attributes for the time of a step, and the first to None after unscale_.
         if hasattr(self, "found_inf") and getattr(self, "grad_scale", None) is None:
             raise UsageError(
-                "KFAC: GradScaler.unscale_ divided the gradients, but not the statistics of the same backward "
-                "pass: leave it out, `scaler.step(optimizer)` divides both"
+                "KFAC: GradScaler.unscale_ divided the gradients but not the statistics of their backward "
+                "pass: leave it out, scaler.step(optimizer) divides both"
             )
         if isinstance(scaler := getattr(self, "grad_scale", None), Tensor):  # set by torch's GradScaler
             if self._collector.world > 1:
@@ -391,10 +396,60 @@ class KFAC(torch.optim.Optimizer):
             return None
         return local | {"layers": state.merged(parts, self._layers)}
 
-    def remove_hooks(self) -> None:
-        """Remove the hooks from the model; later steps use the present curvature."""
-        self._collector.remove_hooks()
+    def remove(self) -> None:
+        """Remove the hooks from the model, as happens when the optimiser is gone.
+
+        Later steps use the present curvature.
+        """
+        self._collector.remove()
         self._running.remove()
+
+    def __enter__(self) -> Self:
+        """Return the optimiser, whose hooks leave the model at the end of the block."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Remove the hooks from the model."""
+        self.remove()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how a copy is made: attached to the copy of the model that the same copying makes.
+
+        Raises:
+            JobError: there are several ranks.
+        """
+        position = {p: index for index, p in enumerate(self.model.parameters())}
+        arguments = {
+            **{key: self.defaults[key] for key in ("lr", "damping", "momentum", "weight_decay", "kl_clip")},
+            **self._intervals,
+            "loss_scale": self.loss_scale,
+            "options": self.options,
+        }
+        groups = [[position[p] for p in group["params"]] for group in self.param_groups]
+        return _restored, (type(self), self.model, arguments, groups, self.state_dict())
+
+
+def _restored(
+    kind: type[KFAC],
+    model: nn.Module,
+    arguments: dict[str, Any],
+    groups: list[list[int]],
+    state_dict: dict[str, Any],
+) -> KFAC:
+    """Return a copied or unpickled optimiser.
+
+    Args:
+        kind: its class.
+        model: the copy of its model.
+        arguments: of its construction.
+        groups: parameters of every group, as positions among those of the model.
+        state_dict: its state.
+    """
+    optimizer = kind(model, **arguments)
+    parameters = list(model.parameters())
+    optimizer.param_groups = [{"params": [parameters[k] for k in group]} for group in groups]
+    optimizer.load_state_dict(state_dict)
+    return optimizer
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.kfac.distributed.ownership import assign, cost, units_of
@@ -15,6 +14,7 @@ from ul2q.pipeline.kfac.distributed.reduce_scatter import Exchange
 from ul2q.pipeline.kfac.distributed.wire_format import Contribution, Form, form_of
 from ul2q.pipeline.kfac.layers.hooks import PROBLEMS, Recorder
 from ul2q.pipeline.kfac.layers.kronecker import Layer
+from ul2q.pipeline.kfac.layers.weak_hook import WeakHook, remove_with
 from ul2q.pipeline.kfac.options import Options
 
 
@@ -78,13 +78,16 @@ class Collector:
             bucket_bytes=options.bucket_bytes,
         )
         self._exchange.share_model(model)
-        for index, unit in enumerate(self.units):
-            for p in unit.parameters:
-                p.register_post_accumulate_grad_hook(partial(self._gradient_arrived, index))
+        self._unit_of = {p: index for index, unit in enumerate(self.units) for p in unit.parameters}
+        hooks = [
+            p.register_post_accumulate_grad_hook(WeakHook(self._gradient_arrived, p)) for p in self._unit_of
+        ]
+        self._remove = remove_with(self, hooks)
 
-    def _gradient_arrived(self, index: int, parameter: Tensor) -> None:
+    def _gradient_arrived(self, parameter: nn.Parameter) -> None:
         if not self._syncing or self._exchange is None:
             return
+        index = self._unit_of[parameter]
         arrived = self._arrived.setdefault(index, set())
         arrived.add(id(parameter))
         if len(arrived) == len(self.units[index].parameters):
@@ -191,6 +194,8 @@ class Collector:
         """Bytes that this rank has sent so far."""
         return 0 if self._exchange is None else self._exchange.sent_bytes
 
-    def remove_hooks(self) -> None:
+    def remove(self) -> None:
         """Remove the hooks from the model."""
         self._recorder.remove()
+        if self._exchange is not None:
+            self._remove()

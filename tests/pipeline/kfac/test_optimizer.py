@@ -6,6 +6,7 @@ import copy
 import io
 import itertools
 import logging
+import pickle
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -379,7 +380,7 @@ def test_a_grad_scaler_that_has_unscaled_the_gradients_is_refused() -> None:
     optimizer, scaler = KFAC(module), torch.amp.GradScaler("cpu", init_scale=256.0)
     scaler.scale(module(torch.ones(4, 3)).square().mean()).backward()
     scaler.unscale_(optimizer)
-    with pytest.raises(UsageError, match="leave it out, `scaler.step"):
+    with pytest.raises(UsageError, match="leave it out, scaler"):
         scaler.step(optimizer)
     assert torch.equal(module.weight, before)
 
@@ -587,3 +588,56 @@ def test_gradients_may_be_cleared_between_the_forward_and_the_backward_pass() ->
         assert "6" not in optimizer.uncovered
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert torch.equal(*weights)
+
+
+def _hooks(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def test_hooks_leave_the_model_with_their_optimiser() -> None:
+    model = _network()
+    optimizer = KFAC(model)
+    count = _hooks(model)
+    for _ in range(3):
+        optimizer = KFAC(model)
+    assert _hooks(model) == count > 0
+    with optimizer as same:
+        assert same is optimizer
+    assert _hooks(model) == 0
+    with pytest.raises(KeyError), KFAC(model):
+        raise KeyError
+    assert _hooks(model) == 0
+
+
+@pytest.mark.parametrize("saved", [False, True], ids=["deepcopy", "torch.save"])
+def test_a_copy_of_the_model_leaves_no_trace_in_the_statistics(saved: bool) -> None:
+    model = _network()
+    optimizer = KFAC(model)
+    if saved:
+        file = io.BytesIO()
+        torch.save(model, file)
+        assert b"ul2q" not in file.getvalue()  # it can be read where the package is missing
+        file.seek(0)
+        copied = torch.load(file, weights_only=False)
+    else:
+        copied = copy.deepcopy(model)
+    x, _ = _batch(8, 1, 6, 6)
+    assert torch.equal(copied(x), model(x))
+    copied(x).sum().backward()
+    assert all(record.sums is None for record in optimizer._collector._recorder.records.values())
+
+
+@pytest.mark.parametrize("pickled", [False, True], ids=["deepcopy", "pickle"])
+def test_a_copied_pair_of_model_and_optimiser_trains_on_alike(pickled: bool) -> None:
+    model = _network()
+    optimizer = KFAC(model, lr=0.01, factor_interval=1, inverse_interval=2, factor_decay=0.5)
+    optimizer.param_groups[0]["lr"] = 0.02
+    _train(model, optimizer, range(3))
+    pair = copy.deepcopy((model, optimizer))
+    if pickled:
+        pair = pickle.loads(pickle.dumps((model, optimizer)))  # noqa: S301 (our own)
+    assert pair[1].model is pair[0]
+    assert _train(*pair, range(3, 8)) == _train(model, optimizer, range(3, 8))
+    for p, q in zip(model.parameters(), pair[0].parameters(), strict=True):
+        assert p is not q
+        assert torch.equal(p, q)
