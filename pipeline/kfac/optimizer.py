@@ -49,10 +49,10 @@ class KFAC(torch.optim.Optimizer):
     state. A step has five stages: forward (A) and backward (G) on every rank's own examples; reduction of
     statistics and gradients to the owners, during backward; inversion, preconditioning and update at the
     owners; broadcast of the new weights. The total loss is the mean of the ranks' losses. Gradients in
-    ``p.grad`` stay local and must not be changed between ``backward`` and ``step``. To accumulate, run all
-    micro-batches but the last inside :meth:`no_sync`. Construct the optimiser on all ranks together; it
-    broadcasts the model of rank 0. The model must not be wrapped in DistributedDataParallel, which would
-    reduce a second time: it is unwrapped with a warning.
+    ``p.grad`` stay local; ``step`` raises if they were changed after ``backward``: clip by
+    ``Options(max_norm=…)``. To accumulate, run all micro-batches but the last inside :meth:`no_sync`.
+    Construct the optimiser on all ranks together; it broadcasts the model of rank 0. The model must not be
+    wrapped in DistributedDataParallel, which would reduce a second time: it is unwrapped with a warning.
 
     A GradScaler works as with torch's optimisers, on one rank: call ``scaler.step(optimizer)`` without
     ``unscale_``, which would leave the statistics scaled (``step`` then raises). For a custom scale set
@@ -227,6 +227,7 @@ class KFAC(torch.optim.Optimizer):
 
         Raises:
             JobError: another rank has ended.
+            UsageError: on several ranks gradients were changed after ``backward``, or a GradScaler is used.
         """
         loss = None
         if closure is not None:
@@ -234,12 +235,14 @@ class KFAC(torch.optim.Optimizer):
                 loss = closure()
         scale = self._scale()
         parts = self._collector.collect(scale)
-        if not self._finite(parts):
+        gradients = [g for part in parts.values() for g in part.gradients if g is not None]
+        if not self._finite(gradients):
             self.skipped += 1
             logger.warning("K-FAC skipped a batch: a gradient is NaN or infinite (%d so far)", self.skipped)
             self._running.restore()
             self._arm()
             return loss
+        self._clip(gradients)
         first = self.param_groups[0]
         if self.refresh_due:
             wanted = self._collector.wanted
@@ -261,7 +264,7 @@ class KFAC(torch.optim.Optimizer):
         if hasattr(self, "found_inf") and getattr(self, "grad_scale", None) is None:
             raise UsageError(
                 "KFAC: GradScaler.unscale_ divided the gradients but not the statistics of their backward "
-                "pass: leave it out, scaler.step(optimizer) divides both"
+                "pass: leave it out, scaler.step(optimizer) divides both; to clip give Options(max_norm=…)"
             )
         if isinstance(scaler := getattr(self, "grad_scale", None), Tensor):  # set by torch's GradScaler
             if self._collector.world > 1:
@@ -271,12 +274,20 @@ class KFAC(torch.optim.Optimizer):
             scale *= float(scaler)
         return scale * self._collector.world
 
-    def _finite(self, parts: dict[str, Contribution]) -> bool:
+    def _finite(self, gradients: list[Tensor]) -> bool:
         """Return whether every gradient is finite, on all ranks."""
-        gradients = [g for part in parts.values() for g in part.gradients if g is not None]
         bad = float(getattr(self, "found_inf", 0.0)) > 0
         bad = bad or bool(gradients and not torch.isfinite(get_total_norm(gradients)))
         return self._collector.total([float(bad)]) == [0.0]
+
+    def _clip(self, gradients: list[Tensor]) -> None:
+        """Scale the gradients of this rank's units down such that those of all ranks keep to ``max_norm``."""
+        if self.options.max_norm is None:
+            return
+        squares = float(get_total_norm(gradients)) ** 2 if gradients else 0.0
+        norm = self._collector.total([squares])[0] ** 0.5
+        if norm > self.options.max_norm and gradients:
+            torch._foreach_mul_(gradients, self.options.max_norm / norm)
 
     def _apply(self, parts: dict[str, Contribution], directions: dict[Tensor, Tensor]) -> None:
         """Update the parameters that this rank owns."""

@@ -54,6 +54,7 @@ class Collector:
         self._recorder = Recorder(layers.values(), rows=rows, share=options.factor_share)
         self._exchange: Exchange | None = None
         self._arrived: dict[int, set[int]] = {}
+        self._versions: dict[nn.Parameter, tuple[int, int]] = {}  # of gradients as they came
         self._syncing = True
         initialised = dist.is_available() and dist.is_initialized()
         if options.distributed and not initialised:
@@ -85,6 +86,8 @@ class Collector:
         self._remove = remove_with(self, hooks)
 
     def _gradient_arrived(self, parameter: nn.Parameter) -> None:
+        if parameter.grad is not None:
+            self._versions[parameter] = (id(parameter.grad), parameter.grad._version)
         if not self._syncing or self._exchange is None:
             return
         index = self._unit_of[parameter]
@@ -119,7 +122,7 @@ class Collector:
     def discard(self) -> None:
         """Discard the results of backward passes since the last step; all ranks call this together."""
         self._recorder.clear()
-        self._arrived = {}
+        self._arrived, self._versions = {}, {}
         if self._exchange is not None:
             self._exchange.restart()
 
@@ -161,7 +164,16 @@ class Collector:
 
         Returns:
             Contributions of the units that this rank owns, by name, with unnormalised statistics.
+
+        Raises:
+            UsageError: gradients were changed after they were sent to other ranks.
         """
+        for p, (kept, version) in self._versions.items():
+            if p.grad is not None and (id(p.grad), p.grad._version) != (kept, version):
+                raise UsageError(
+                    "KFAC: gradients were changed between backward and step, but on several ranks backward "
+                    "sends them: to clip them give Options(max_norm=…) instead of calling clip_grad_norm_"
+                )
         if self._exchange is None:
             parts = {index: self._contribution(index) for index in range(len(self.units))}
         else:

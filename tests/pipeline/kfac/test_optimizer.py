@@ -519,6 +519,7 @@ def test_values_out_of_range_are_refused(options: dict[str, Any], message: str) 
         {"factor_share": 1.5},
         {"plain_lr": -1.0},
         {"bucket_bytes": 0},
+        {"max_norm": 0.0},
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
@@ -641,3 +642,23 @@ def test_a_copied_pair_of_model_and_optimiser_trains_on_alike(pickled: bool) -> 
     for p, q in zip(model.parameters(), pair[0].parameters(), strict=True):
         assert p is not q
         assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("loss_scale", [1.0, 64.0])
+@pytest.mark.parametrize("max_norm", [0.05, 1e6])
+def test_clipping_by_the_option_is_that_of_torch(loss_scale: float, max_norm: float) -> None:
+    model, other = _network(), _network()
+    optimizer = KFAC(model, lr=0.05, loss_scale=loss_scale, options=Options(max_norm=max_norm))
+    torchs = KFAC(other, lr=0.05)
+    for step in range(3):
+        x, y = _batch(8, 1, 6, 6, seed=step)
+        for each in (optimizer, torchs):
+            each.zero_grad()
+        (F.cross_entropy(model(x), y) * loss_scale).backward()
+        F.cross_entropy(other(x), y).backward()
+        norm = nn.utils.clip_grad_norm_(other.parameters(), max_norm)
+        assert (norm > max_norm) == (max_norm < 1)
+        optimizer.step()
+        torchs.step()
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=1e-4, atol=1e-7)  # torch divides by the norm + 1e-6
