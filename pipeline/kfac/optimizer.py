@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from ul2q.pipeline.kfac import state, training_schemes
 from ul2q.pipeline.kfac.distributed.collector import Collector
 from ul2q.pipeline.kfac.distributed.wire_format import Contribution
 from ul2q.pipeline.kfac.layers.batch_norm import BatchNormLayer
-from ul2q.pipeline.kfac.layers.kronecker import KroneckerLayer, find_layers
+from ul2q.pipeline.kfac.layers.kronecker import KroneckerLayer, Layer, find_layers
 from ul2q.pipeline.kfac.layers.running_stats import RunningStatistics
 from ul2q.pipeline.kfac.momentum import momentum_step_
 from ul2q.pipeline.kfac.options import Options, check_intervals, check_settings
@@ -101,8 +102,13 @@ class KFAC(torch.optim.Optimizer):
             options: everything else.
 
         Raises:
-            UsageError: a value is out of range.
+            UsageError: ``model`` is no module, or a value is out of range.
         """
+        if not isinstance(model, nn.Module):
+            raise UsageError(
+                f"KFAC: `model` is of type {type(model).__name__}: give the network itself, KFAC(model, …), "
+                "not its parameters; for groups of them call add_param_group afterwards"
+            )
         check_settings(lr, damping, momentum, weight_decay, factor_decay, kl_clip)
         check_intervals(factor_interval, inverse_interval)
         self.options = options or Options()
@@ -114,14 +120,15 @@ class KFAC(torch.optim.Optimizer):
             "factor_decay": factor_decay,
         }
         self.steps = self.skipped = 0
-        self._layers, uncovered = find_layers(self.model)
-        if self.options.batch_norm == "plain":
-            for name in [n for n, layer in self._layers.items() if isinstance(layer, BatchNormLayer)]:
-                del self._layers[name]
-                uncovered[name] = "batch_norm='plain' was asked for"
+        self._layers, uncovered = self._find_layers()
+        self._unfrozen: frozenset[str] = frozenset()
         plain_lr = lr if self.options.plain_lr is None else self.options.plain_lr
         super().__init__(
-            self._groups(plain_lr),
+            [
+                {"params": parameters, **({} if index == 0 else {"lr": plain_lr})}
+                for index, parameters in enumerate(self._trainable())
+                if parameters
+            ],
             {
                 "lr": lr,
                 "damping": damping,
@@ -130,24 +137,79 @@ class KFAC(torch.optim.Optimizer):
                 "kl_clip": kl_clip,
             },
         )
+        self._attach(uncovered)
+        self._arm()
+
+    def _find_layers(self) -> tuple[dict[str, Layer], dict[str, str]]:
+        """Return the covered layers by name, and the reasons why others are not."""
+        layers, uncovered = find_layers(self.model)
+        if self.options.batch_norm == "plain":
+            for name in [n for n, layer in layers.items() if isinstance(layer, BatchNormLayer)]:
+                del layers[name]
+                uncovered[name] = "batch_norm='plain' was asked for"
+        return layers, uncovered
+
+    def _trainable(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the trainable parameters with curvature, and those without."""
+        covered: list[Tensor] = [p for layer in self._layers.values() for p in layer.parameters]
+        ids = {id(p) for p in covered}
+        return covered, [p for p in self.model.parameters() if p.requires_grad and id(p) not in ids]
+
+    def _attach(self, uncovered: dict[str, str]) -> None:
+        """Register hooks on the model and start without statistics."""
         self._running = RunningStatistics(self.model)
         self._collector = Collector(
             self.model,
             self._layers,
             self.options,
-            rows=factor_decay == 0,
-            inverse_interval=inverse_interval,
+            rows=self._intervals["factor_decay"] == 0,
+            inverse_interval=self._intervals["inverse_interval"],
         )
         self._natural = NaturalGradient(
             self._layers,
             [unit.layer for unit in self._collector.own if unit.layer is not None],
             uncovered,
             self.options,
-            (factor_interval, inverse_interval),
-            factor_decay,
+            (self._intervals["factor_interval"], self._intervals["inverse_interval"]),
+            self._intervals["factor_decay"],
             self._collector.total,
         )
-        self._arm()
+
+    def _include_unfrozen(self) -> None:
+        """Take in parameters of the model that have become trainable; their statistics are due at once.
+
+        Raises:
+            UsageError: there are some, on several ranks.
+        """
+        known = {id(p) for unit in self._collector.units for p in unit.parameters}
+        if all(id(p) in known for p in self.model.parameters() if p.requires_grad):
+            return
+        if self._collector.world > 1:
+            raise UsageError(
+                "KFAC: parameters were unfrozen or added after its construction: on several ranks construct "
+                "a new optimiser"
+            )
+        old, before = self._natural, self._layers
+        self.remove()
+        self._layers, uncovered = self._find_layers()
+        self._attach(uncovered)
+        ids = {name: [id(p) for p in layer.parameters] for name, layer in before.items()}
+        same = {n for n, lay in self._layers.items() if ids.get(n) == [id(p) for p in lay.parameters]}
+        self._natural.take_over(old, same)
+        self._unfrozen = frozenset(self._layers) - same
+        self._regroup()
+
+    def _regroup(self) -> None:
+        """Add parameters without a group to the first group of their kind, in the order of the model."""
+        kinds = self._trainable()
+        order = {p: index for index, p in enumerate(itertools.chain(*kinds))}
+        grouped = {p for group in self.param_groups for p in group["params"]}
+        for parameters in kinds:
+            alike = (group for group in self.param_groups if not set(parameters).isdisjoint(group["params"]))
+            group = next(alike, self.param_groups[0])
+            group["params"] += [p for p in parameters if p not in grouped]
+        for group in self.param_groups:
+            group["params"].sort(key=lambda p: order.get(p, -1))
 
     @property
     def uncovered(self) -> dict[str, str]:
@@ -162,14 +224,6 @@ class KFAC(torch.optim.Optimizer):
         """The schedule of refreshes."""
         return self._natural.schedule
 
-    def _groups(self, plain_lr: float) -> list[dict[str, Any]]:
-        """Return the parameter groups: with curvature, then without, if there are any."""
-        covered = [p for layer in self._layers.values() for p in layer.parameters]
-        ids = {id(p) for p in covered}
-        plain = [p for p in self.model.parameters() if p.requires_grad and id(p) not in ids]
-        groups: list[dict[str, Any]] = [{"params": covered}] if covered else []
-        return [*groups, {"params": plain, "lr": plain_lr}] if plain else groups
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without communication: for every micro-batch but the last.
@@ -182,8 +236,9 @@ class KFAC(torch.optim.Optimizer):
 
     def _arm(self) -> None:
         """Prepare for the batches of the next step."""
+        self._include_unfrozen()
         self._running.forget()
-        wanted = frozenset(name for name in self._layers if self.schedule.due(name, self.steps))
+        wanted = frozenset(n for n in self._layers if self.schedule.due(n, self.steps)) | self._unfrozen
         self._collector.arm(wanted, measure_error=self.options.factor_share < 1 and self.steps == 0)
 
     @property
@@ -204,6 +259,10 @@ class KFAC(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients and the statistics collected with them."""
         super().zero_grad(set_to_none)
+        layers = self._layers
+        self._include_unfrozen()
+        if self._layers is not layers:
+            self._arm()
         self._collector.discard()
 
     @overload
@@ -247,7 +306,9 @@ class KFAC(torch.optim.Optimizer):
         if self.refresh_due:
             wanted = self._collector.wanted
             self._natural.refresh(wanted, parts, scale, first["damping"], self.steps)
-        self._apply(parts, self._natural.directions(parts, first["lr"], first["kl_clip"]))
+        rates = {p: group["lr"] for group in self.param_groups for p in group["params"]}
+        self._apply(parts, self._natural.directions(parts, rates, first["kl_clip"]))
+        self._unfrozen = frozenset()
         self._collector.share_parameters()
         self.steps += 1
         self._arm()
@@ -319,14 +380,36 @@ class KFAC(torch.optim.Optimizer):
         return state["velocity"]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise once the optimiser is constructed: its parameters are those of its model.
+        """Give some parameters of the model settings of their own: they leave the group they were in.
+
+        The damping and the norm guard are common to all groups: those of the first count.
+
+        Args:
+            param_group: ``params`` and their ``lr``, ``momentum`` or ``weight_decay``; what is missing is as
+                the optimiser was constructed with.
 
         Raises:
-            UsageError: the optimiser is constructed.
+            UsageError: a parameter is not a trainable one of the model, or a setting is not a group's own.
         """
-        if hasattr(self, "_collector"):
-            raise UsageError("KFAC: its parameters are those of its model: construct a new optimiser")
-        super().add_param_group(param_group)
+        if not hasattr(self, "_collector"):
+            super().add_param_group(param_group)
+            return
+        parameters = param_group["params"]
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        grouped = {id(p) for group in self.param_groups for p in group["params"]}
+        if not all(id(p) in grouped for p in parameters):
+            raise UsageError(
+                "KFAC: `params` of a group must be trainable parameters of its model: to train several "
+                "networks at once construct it with one module that holds them"
+            )
+        if common := [key for key in ("damping", "kl_clip") if key in param_group]:
+            raise UsageError(f"KFAC: `{common[0]}` is common to all groups: set it on construction")
+        own = {id(p) for p in parameters}
+        for group in self.param_groups:
+            group["params"] = [p for p in group["params"] if id(p) not in own]
+        super().add_param_group({**param_group, "params": parameters})
+        self.param_groups[-1] |= {key: self.param_groups[0][key] for key in ("damping", "kl_clip")}
+        self.param_groups = [group for group in self.param_groups if group["params"]]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for resuming, as plain types and tensors, on one rank.

@@ -15,6 +15,7 @@ from ul2q.pipeline.kfac.distributed.wire_format import Contribution, Form, form_
 from ul2q.pipeline.kfac.layers.hooks import PROBLEMS, Recorder
 from ul2q.pipeline.kfac.layers.kronecker import Layer
 from ul2q.pipeline.kfac.layers.weak_hook import WeakHook, remove_with
+from ul2q.pipeline.kfac.math.linear_algebra import full_type
 from ul2q.pipeline.kfac.options import Options
 
 
@@ -163,7 +164,8 @@ class Collector:
             scale: factor of the mean loss over all ranks; divided out of the gradients.
 
         Returns:
-            Contributions of the units that this rank owns, by name, with unnormalised statistics.
+            Contributions of the units that this rank owns, by name, with unnormalised statistics, in float32
+            or wider.
 
         Raises:
             UsageError: gradients were changed after they were sent to other ranks.
@@ -180,7 +182,8 @@ class Collector:
             parts = self._exchange.collect()
         totals = {}
         for index, part in parts.items():
-            gradients = tuple(None if g is None else g if scale == 1 else g / scale for g in part.gradients)
+            full = (None if g is None else g.to(full_type(g.dtype)) for g in part.gradients)
+            gradients = tuple(None if g is None else g if scale == 1 else g / scale for g in full)
             totals[self.units[index].name] = Contribution(
                 gradients, part.sums, part.samples, part.used, part.problem
             )

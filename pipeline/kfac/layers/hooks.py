@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ul2q.pipeline.kfac.layers.kronecker import Layer, Uncovered
 from ul2q.pipeline.kfac.layers.weak_hook import WeakHook, remove_with
+from ul2q.pipeline.kfac.math import linear_algebra
 from ul2q.pipeline.kfac.math.statistics import Sums
 
 
@@ -44,8 +45,7 @@ PROBLEMS = Problems(
 
 def _full_precision(x: Tensor) -> Tensor:
     """Return x detached; half precision becomes float32, wider types stay."""
-    x = x.detach()
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    return x.detach().to(linear_algebra.full_type(x.dtype))
 
 
 class Record:

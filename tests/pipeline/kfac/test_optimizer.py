@@ -662,3 +662,92 @@ def test_clipping_by_the_option_is_that_of_torch(loss_scale: float, max_norm: fl
         torchs.step()
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.allclose(p, q, rtol=1e-4, atol=1e-7)  # torch divides by the norm + 1e-6
+
+
+@pytest.mark.parametrize("kind", [list, iter, dict])
+def test_parameters_in_place_of_the_model_are_refused(kind: Callable[..., Any]) -> None:
+    module = nn.Linear(2, 2)
+    given = {"params": list(module.parameters())} if kind is dict else kind(module.parameters())
+    with pytest.raises(UsageError, match="give the network itself, KFAC"):
+        KFAC(given)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_parameters_move_nearly_as_wide_ones(dtype: torch.dtype) -> None:
+    changes = []
+    for each in (dtype, torch.float32):
+        model = _network(dtype=torch.float32).to(dtype).to(each)
+        before = torch.cat([p.detach().float().reshape(-1).clone() for p in model.parameters()])
+        optimizer = KFAC(model, lr=2.0, damping=1.0, momentum=0, options=Options(max_norm=10.0))
+        x, y = _batch(16, 1, 6, 6, dtype=each)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        assert not optimizer.uncovered
+        assert optimizer.factors_state()["layers"]["0"]["A"].dtype == torch.float32
+        assert all(p.dtype == each for p in model.parameters())
+        changes.append(torch.cat([p.detach().float().reshape(-1) for p in model.parameters()]) - before)
+    assert 0 < (changes[0] - changes[1]).norm() < 0.1 * changes[1].norm()
+
+
+@pytest.mark.parametrize("clear_first", [False, True], ids=["clear late", "clear early"])
+def test_layers_that_are_unfrozen_later_are_covered_from_then_on(clear_first: bool) -> None:
+    """As by an optimiser that is constructed afterwards; the others keep their momentum and curvature."""
+    torch.manual_seed(0)
+    layers = nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3)
+    model = nn.Sequential(*layers).double()
+    model[0].requires_grad_(False)
+    model[3].requires_grad_(False)
+    model[2].bias.requires_grad_(False)
+    optimizer = KFAC(model, lr=0.1)
+    x, y = _batch(8, 5)
+
+    def step(network: nn.Module, each: KFAC) -> None:
+        if not clear_first:
+            each.zero_grad()
+        F.cross_entropy(network(x), y).backward()
+        each.step()
+        if clear_first:
+            each.zero_grad()
+
+    step(model, optimizer)
+    velocity = optimizer.state[model[4].weight]["velocity"].clone()
+    inverses = optimizer._natural.curvature["4"]
+    model.requires_grad_(True)
+    other = copy.deepcopy(model)
+    optimizer.zero_grad()
+    fresh = KFAC(other, lr=0.1)
+    assert optimizer._natural.curvature["4"] is inverses
+    assert torch.equal(optimizer.state[model[4].weight]["velocity"], velocity)
+    assert set(optimizer.uncovered) == {"3"}
+    for group, expected in zip(optimizer.param_groups, fresh.param_groups, strict=False):
+        assert [p.shape for p in group["params"][:4]] == [p.shape for p in expected["params"][:4]]
+    step(model, optimizer)
+    step(other, fresh)
+    assert torch.allclose(model[0].weight, other[0].weight, rtol=1e-12)
+    assert torch.allclose(model[2].bias, other[2].bias, rtol=1e-12)
+    assert torch.allclose(model[3].weight, other[3].weight, rtol=1e-12)
+    assert not torch.equal(model[4].weight, other[4].weight)
+
+
+def test_groups_of_parameters_have_settings_of_their_own() -> None:
+    model, decayed, free = _network(), _network(), _network()
+    optimizer = KFAC(model, lr=0.01, weight_decay=0.1)
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    optimizer.add_param_group({"params": vectors, "weight_decay": 0.0})
+    optimizer.add_param_group({"params": model[8].weight, "lr": 0.0})
+    before = model[8].weight.detach().clone()
+    others = KFAC(decayed, lr=0.01, weight_decay=0.1), KFAC(free, lr=0.01)
+    pairs = [(model, optimizer), (decayed, others[0]), (free, others[1])]
+    for each in pairs:
+        _train(*each, range(1))
+    for (name, p), q, r in zip(
+        model.named_parameters(), decayed.parameters(), free.parameters(), strict=True
+    ):
+        assert torch.equal(p, before if name == "8.weight" else r if p.dim() == 1 else q), name
+    again = _network()
+    copied = copy.deepcopy((model, optimizer))
+    assert _train(*copied, range(1, 4)) == _train(model, optimizer, range(1, 4))
+    with pytest.raises(UsageError, match="trainable parameters of its model"):
+        optimizer.add_param_group({"params": list(again.parameters())})
+    with pytest.raises(UsageError, match="`damping` is common to all groups"):
+        optimizer.add_param_group({"params": [model[8].weight], "damping": 0.1})
