@@ -27,6 +27,9 @@ from ul2q.pipeline.kfac.refresh_schedule import Schedule
 
 logger = logging.getLogger(__name__)
 
+#: factor of a loss over its mean, above which it is none: a rank's share of a batch may be a little larger
+_MOST_WEIGHT = 1.25
+
 
 class KFAC(torch.optim.Optimizer):
     """Natural gradient descent with a Kronecker-factored Fisher matrix.
@@ -42,7 +45,10 @@ class KFAC(torch.optim.Optimizer):
     the learning rates of earlier steps, a schedule that lowers lr should lower the momentum too, as the paper
     does.
 
-    The loss must be a mean over the batch. Statistics come from forward passes in training mode with
+    The loss must be a mean over the batch, or its factor over that given as ``loss_scale``: one that is
+    larger enters the factors squared, so that updates become small. ``reduction="sum"``, and micro-batches
+    whose losses are not divided by their number, are noticed for cross-entropies with hard labels only, by a
+    warning. Statistics come from forward passes in training mode with
     gradients enabled, and from all backward passes since the last step: micro-batches whose losses add up to
     the mean over the big batch give the statistics and the update of the big batch.
 
@@ -122,6 +128,7 @@ class KFAC(torch.optim.Optimizer):
         self.steps = self.skipped = 0
         self._layers, uncovered = self._find_layers()
         self._unfrozen: frozenset[str] = frozenset()
+        self._warned = False
         plain_lr = lr if self.options.plain_lr is None else self.options.plain_lr
         super().__init__(
             [
@@ -295,7 +302,7 @@ class KFAC(torch.optim.Optimizer):
         scale = self._scale()
         parts = self._collector.collect(scale)
         gradients = [g for part in parts.values() for g in part.gradients if g is not None]
-        if not self._finite(gradients):
+        if not self._finite(gradients, scale):
             self.skipped += 1
             logger.warning("K-FAC skipped a batch: a gradient is NaN or infinite (%d so far)", self.skipped)
             self._running.restore()
@@ -335,11 +342,19 @@ class KFAC(torch.optim.Optimizer):
             scale *= float(scaler)
         return scale * self._collector.world
 
-    def _finite(self, gradients: list[Tensor]) -> bool:
-        """Return whether every gradient is finite, on all ranks."""
+    def _finite(self, gradients: list[Tensor], scale: float) -> bool:
+        """Return whether every gradient is finite, on all ranks; warn of a loss that is no mean."""
         bad = float(getattr(self, "found_inf", 0.0)) > 0
         bad = bad or bool(gradients and not torch.isfinite(get_total_norm(gradients)))
-        return self._collector.total([float(bad)]) == [0.0]
+        bad_ranks, weight = self._collector.total([float(bad), 0.0 if bad else self._collector.loss_weight])
+        if weight > _MOST_WEIGHT * scale and not self._warned:
+            self._warned = True
+            logger.warning(
+                "K-FAC: the loss is at least %.1f times a mean over the batch (reduction='sum', or undivided "
+                "losses of micro-batches), which makes updates too small: divide it, or set loss_scale",
+                weight / scale,
+            )
+        return bad_ranks == 0
 
     def _clip(self, gradients: list[Tensor]) -> None:
         """Scale the gradients of this rank's units down such that those of all ranks keep to ``max_norm``."""

@@ -51,6 +51,7 @@ class NaturalGradient:
         self._layers = {layer.name: layer for layer in own}
         self._decay, self._total = decay, total
         self.uncovered = dict(uncovered)
+        self._stale: set[tuple[str, str]] = set()  # what was logged
         for name, reason in uncovered.items():
             logger.info("K-FAC leaves %s to the plain gradient: %s", name, reason)
         # Gradients as matrices, reused in every step: allocating memory takes time.
@@ -138,8 +139,13 @@ class NaturalGradient:
             self.uncovered.pop(name, None)
 
     def _leave_plain(self, name: str, reason: str, level: int = logging.WARNING) -> None:
-        """Log once why a layer is updated by the plain gradient; older inverses, if any, stay in use."""
-        if self.curvature[name].ready or self.uncovered.get(name) == reason:
+        """Log once why a layer is updated by the plain gradient, or by older inverses where it has any."""
+        if self.curvature[name].ready:
+            if (name, reason) not in self._stale:
+                self._stale.add((name, reason))
+                logger.log(level, "K-FAC keeps the older curvature of %s: %s", name, reason)
+            return
+        if self.uncovered.get(name) == reason:
             return
         self.uncovered[name] = reason
         logger.log(level, "K-FAC leaves %s to the plain gradient: %s", name, reason)

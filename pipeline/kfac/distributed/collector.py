@@ -189,6 +189,11 @@ class Collector:
             )
         return totals
 
+    @property
+    def loss_weight(self) -> float:
+        """This rank's lower bound of the factor of its losses over their mean, loss scale included."""
+        return float(self._recorder.loss_weight)
+
     def total(self, values: Sequence[float]) -> list[float]:
         """Return the sums of a few numbers over all ranks."""
         if self._exchange is None:

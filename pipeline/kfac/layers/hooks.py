@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ul2q.pipeline.kfac.layers.kronecker import Layer, Uncovered
+from ul2q.pipeline.kfac.layers.kronecker import KroneckerLayer, Layer, Uncovered
 from ul2q.pipeline.kfac.layers.weak_hook import WeakHook, remove_with
 from ul2q.pipeline.kfac.math import linear_algebra
-from ul2q.pipeline.kfac.math.statistics import Sums
+from ul2q.pipeline.kfac.math.statistics import Sums, cross_entropy_weight
 
 
 class Problems(NamedTuple):
@@ -38,7 +38,7 @@ PROBLEMS = Problems(
     undifferentiated="no statistics: no gradient came back through its output",
     unbatched="it was called without a batch dimension",
     uneven="it was called twice with different batch sizes",
-    twice="one forward pass was differentiated twice",
+    twice="one forward pass was differentiated twice (add up the losses for one backward pass)",
     late="it was called again during the backward pass",
 )
 
@@ -111,6 +111,8 @@ class Recorder:
         records: statistics by layer name.
         forward_rows: rows (examples times positions) of all forward passes since :meth:`start`, by layer
             name: known before any gradient arrives, and at least the rows of the records.
+        loss_weight: lower bound of the factor by which the losses differentiated since :meth:`start` exceed
+            the mean over their examples, where the last layer has the gradients of a cross-entropy; else 0.
         rows: allow statistics as rows instead of matrices.
         share: fraction of a batch's examples to use.
         measure_error: compare A of the used examples with that of all.
@@ -126,6 +128,8 @@ class Recorder:
         self.forward_rows: dict[str, int] = {}
         self.rows, self.share, self.training_only = rows, share, training_only
         self.measure_error = share < 1
+        self.loss_weight: Tensor | float = 0.0
+        self._last_pass = -1
         self._layer_of = {layer.module: layer for layer in layers}
         self._remove = remove_with(
             self,
@@ -149,6 +153,7 @@ class Recorder:
     def clear(self) -> None:
         """Discard the records; forward passes whose gradient is still to come remain valid."""
         self.records = {}
+        self.loss_weight = 0.0
 
     def remove(self) -> None:
         """Remove the hooks from the model, as happens when the recorder is gone."""
@@ -199,9 +204,17 @@ class Recorder:
             return
         if call.error is not None:
             record.error = call.error
+        backward = torch._C._current_graph_task_id()
         with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
-            sums = layer.sums(call.inputs, _full_precision(g[: call.used]), rows=self.rows)
-        record.add(sums, call.samples, call.used, torch._C._current_graph_task_id())
+            used = _full_precision(g[: call.used])
+            if backward != self._last_pass and isinstance(layer, KroneckerLayer):  # nearest to the loss
+                rows = used.reshape(-1, used.shape[-1]) if layer.geometry is None else used.movedim(1, -1)
+                rows = rows.reshape(-1, rows.shape[-1])
+                # over positions the loss of an example may be a sum: at most their number
+                self.loss_weight += cross_entropy_weight(rows) * (call.samples / len(rows))
+            sums = layer.sums(call.inputs, used, rows=self.rows)
+        self._last_pass = backward
+        record.add(sums, call.samples, call.used, backward)
 
 
 class _OutputHook:

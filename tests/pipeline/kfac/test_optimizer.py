@@ -751,3 +751,63 @@ def test_groups_of_parameters_have_settings_of_their_own() -> None:
         optimizer.add_param_group({"params": list(again.parameters())})
     with pytest.raises(UsageError, match="`damping` is common to all groups"):
         optimizer.add_param_group({"params": [model[8].weight], "damping": 0.1})
+
+
+def _losses(case: str, model: nn.Module, step: int) -> list[tuple[Tensor, float]]:
+    """The losses to differentiate in one step, and the share of each."""
+    x, y = _batch(8, 6, seed=step)
+    halves = list(zip(x.split(4), y.split(4), strict=True))
+    if case in {"divided", "undivided"}:
+        return [(F.cross_entropy(model(a), b), 0.5 if case == "divided" else 1.0) for a, b in halves]
+    if case == "sum":
+        return [(F.cross_entropy(model(x), y, reduction="sum"), 1.0)]
+    if case == "squares":
+        return [((model(x) - 5).square().sum(), 1.0)]
+    weights = torch.tensor([1.0, 50.0, 1.0]).double() if case == "weighted" else None
+    return [(F.cross_entropy(model(x), y, weights), 1.0)]
+
+
+@pytest.mark.parametrize("case", ["mean", "weighted", "divided", "squares", "sum", "undivided", "scaled"])
+def test_a_cross_entropy_that_is_no_mean_is_told_once(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    scale = 256.0 if case == "scaled" else 1.0
+    optimizer = KFAC(model, lr=0.0, factor_interval=1, inverse_interval=1, loss_scale=scale)
+    for step in range(3):
+        optimizer.zero_grad()
+        for loss, share in _losses(case, model, step):
+            (loss * share * scale).backward()
+        optimizer.step()
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == (case in {"sum", "undivided"})
+    assert all("times a mean over the batch" in text for text in told)
+
+
+def test_a_sum_over_positions_is_a_loss_of_an_example(caplog: pytest.LogCaptureFixture) -> None:
+    module = nn.Conv1d(2, 3, 1).double()
+    optimizer = KFAC(module, lr=0.0, factor_interval=1, inverse_interval=1)
+    labels = torch.zeros(4, 7, dtype=torch.long)
+    for factor, told in ((1 / 4, 0), (1, 1)):
+        optimizer.zero_grad()
+        outputs = module(torch.randn(4, 2, 7, dtype=torch.float64))
+        (F.cross_entropy(outputs, labels, reduction="sum") * factor).backward()
+        optimizer.step()
+        assert len(caplog.records) == told
+
+
+def test_two_backward_passes_on_one_forward_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    module = nn.Linear(6, 3).double()
+    optimizer = KFAC(module, factor_interval=1, inverse_interval=1)
+    for step in range(4):
+        optimizer.zero_grad()
+        outputs = module(_batch(8, 6, seed=step)[0])
+        if step:
+            outputs.mean().backward(retain_graph=True)
+        outputs.square().mean().backward()
+        before = optimizer.factors_state()["layers"]
+        optimizer.step()
+        if step:  # the statistics of half the loss would be wrong
+            assert torch.equal(optimizer.factors_state()["layers"][""]["A"], before[""]["A"])
+    (told,) = (record.getMessage() for record in caplog.records)
+    assert "keeps the older curvature" in told
+    assert "differentiated twice" in told
