@@ -312,7 +312,9 @@ class KFAC(torch.optim.Optimizer):
         first = self.param_groups[0]
         if self.refresh_due:
             wanted = self._collector.wanted
-            self._natural.refresh(wanted, parts, scale, first["damping"], self.steps)
+            # The Fisher matrix of a mean over independent terms is their number times that of the mean.
+            statistics_scale = scale / self.options.loss_terms**0.5
+            self._natural.refresh(wanted, parts, statistics_scale, first["damping"], self.steps)
         rates = {p: group["lr"] for group in self.param_groups for p in group["params"]}
         self._apply(parts, self._natural.directions(parts, rates, first["kl_clip"]))
         self._unfrozen = frozenset()

@@ -95,7 +95,7 @@ class NaturalGradient:
         Args:
             wanted: layers with new statistics, the same on all ranks.
             parts: contributions of the layers that this rank owns.
-            scale: factor of the mean loss over all ranks.
+            scale: factor of the mean loss over all ranks, by whose square statistics are divided.
             damping: λ.
             step: step number.
         """

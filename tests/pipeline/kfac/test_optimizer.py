@@ -520,6 +520,7 @@ def test_values_out_of_range_are_refused(options: dict[str, Any], message: str) 
         {"plain_lr": -1.0},
         {"bucket_bytes": 0},
         {"max_norm": 0.0},
+        {"loss_terms": 0.0},
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
@@ -811,3 +812,32 @@ def test_two_backward_passes_on_one_forward_are_told_once(caplog: pytest.LogCapt
     (told,) = (record.getMessage() for record in caplog.records)
     assert "keeps the older curvature" in told
     assert "differentiated twice" in told
+
+
+@pytest.mark.parametrize("damping", [0.1, 1e-6])
+@pytest.mark.parametrize("positions", [4, 16])
+def test_positions_with_a_loss_of_their_own_count_as_examples(damping: float, positions: int) -> None:
+    """The same rows as examples or as positions of fewer examples: the same mean loss, the same update."""
+    x, y = _batch(32, 6)
+    weights = []
+    for shape, terms in (((32,), 1), ((32 // positions, positions), positions)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+        optimizer = KFAC(model, damping=damping, options=Options(loss_terms=terms))
+        F.cross_entropy(model(x.reshape(*shape, 6)).reshape(32, 3), y).backward()
+        optimizer.step()
+        weights.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+    assert torch.allclose(*weights, rtol=1e-7)
+
+
+def test_blocks_of_a_normalisation_are_those_of_the_terms_of_the_loss() -> None:
+    """F of a mean over independent terms is their number times the outer products of its gradients."""
+    module = nn.BatchNorm1d(2).double()
+    x = torch.randn(6, 2, 4, dtype=torch.float64)
+    optimizer = KFAC(module, options=Options(loss_terms=4))
+    (module(x).sum(1).mean(1)).mean().backward()
+    optimizer.step()
+    blocks = optimizer._natural.curvature[""].blocks
+    x_hat = (x - x.mean((0, 2), keepdim=True)) / (x.var((0, 2), correction=0, keepdim=True) + 1e-5).sqrt()
+    pairs = torch.stack([x_hat.mean(2), torch.ones(6, 2)], -1)
+    assert torch.allclose(blocks, 4 * torch.einsum("nci,ncj->cij", pairs, pairs) / 6, rtol=1e-9)
