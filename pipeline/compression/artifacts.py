@@ -77,6 +77,7 @@ def write(
             "layers": report["layers"],
             "fidelity": report["fidelity"],
             "activations": report["activations"],
+            "float_operators": report["float_operators"],
             "cpu": report["cpu"],
             "size": {f"{output.format.name}_bytes": output.written.bytes for output in outputs} | size,
             **counted,

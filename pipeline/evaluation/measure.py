@@ -14,6 +14,7 @@ from ul2q.pipeline.formats import metadata as metadata_keys
 from ul2q.pipeline.graph.folding import master_weight, weight_quantizer
 from ul2q.pipeline.graph.integer_modules import LoweredWeight
 from ul2q.pipeline.graph.lower import Lowered
+from ul2q.pipeline.graph.operators.registry import moving_operator
 from ul2q.pipeline.graph.prepare import LayerPlan, Prepared
 from ul2q.pipeline.quantize.fake import WeightQuantizer
 from ul2q.pipeline.quantize.grid import dequantize
@@ -32,7 +33,7 @@ class Files:
 
 
 def layers_report(prepared: Prepared, lowered: Lowered, exported: ExportedModel) -> dict[str, Any]:
-    """Return the fields ``layers``, ``activations`` and ``cpu``."""
+    """Return the fields ``layers``, ``activations``, ``float_operators`` and ``cpu``."""
     weights = {weight.layer: weight for weight in reversed(lowered.weights.values())}
     rows = []
     for plan in prepared.layers:
@@ -52,8 +53,21 @@ def layers_report(prepared: Prepared, lowered: Lowered, exported: ExportedModel)
     return {
         "layers": rows,
         "activations": _activations(prepared),
+        "float_operators": _float_operators(prepared, lowered),
         "cpu": metadata_keys.cpu_entry(len(exported.unsigned)),
     }
+
+
+def _float_operators(prepared: Prepared, lowered: Lowered) -> list[str]:
+    """Return the operators in float that compute and have no parameters; those that have are layers."""
+    nodes = {node.name: node for node in prepared.module.graph.nodes if node.op == "call_function"}
+    return [
+        name
+        for name in lowered.float_operators
+        if name in nodes
+        and moving_operator(nodes[name]) is None
+        and all(source.op != "get_attr" for source in nodes[name].all_input_nodes)
+    ]
 
 
 def planned_layers(prepared: Prepared) -> list[dict[str, Any]]:
@@ -190,6 +204,7 @@ def latency(files: Files, threads: int = 1) -> dict[str, Any]:
         "ratio": result["ratio"],
         "threads": threads,
         "operators": result["operators"],
+        "shares": result["shares"],
     }
 
 

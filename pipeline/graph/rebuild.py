@@ -147,12 +147,13 @@ class LayerBuilder:
     def _note_unused(self) -> None:
         """Name the layers and parameters that the forward pass does not use: they are in no graph."""
         used = [n.target for n in self.graph.nodes if n.op == "get_attr" and n.users]
-        read = {id(attribute(self.source, target)) for target in used}
+        # Tied parameters may be several objects, as in a program that was loaded from a file.
+        read = {_memory(attribute(self.source, target)) for target in used}
         names = dict.fromkeys(
-            path if read.isdisjoint(map(id, module.parameters(recurse=False))) else f"{path}.{name}"
+            path if read.isdisjoint(map(_memory, module.parameters(recurse=False))) else f"{path}.{name}"
             for path, module in self.model.named_modules()
             for name, parameter in module.named_parameters(recurse=False)
-            if id(parameter) not in read
+            if _memory(parameter) not in read
         )
         self.notes += [f"{name}: the forward pass does not use it; it is left out" for name in names]
 
@@ -387,3 +388,8 @@ def assign(root: nn.Module, target: str, value: Any) -> None:
         owner.register_buffer(leaf, value)
     else:
         setattr(owner, leaf, value)
+
+
+def _memory(tensor: Any) -> tuple[int, tuple[int, ...]]:
+    """Return what tensors of the same memory and shape have in common."""
+    return tensor.data_ptr(), tuple(tensor.shape)

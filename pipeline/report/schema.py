@@ -211,6 +211,7 @@ class Latency(TypedDict):
     ratio: float | None  # quantised / float
     threads: int | None
     operators: dict[str, int] | None
+    shares: dict[str, float] | None  # of the time of all operators, by operator type
 
 
 class Epoch(TypedDict):
@@ -232,6 +233,7 @@ class Report(TypedDict):
     seconds: dict[str, float]
     layers: list[Layer]
     activations: list[Activation]
+    float_operators: list[str] | None  # operators without weights that no integer kernel computes
     size: Size
     memory: Memory
     operations: Operations

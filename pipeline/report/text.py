@@ -20,6 +20,7 @@ RUNTIMES = {
 }
 # Outputs that the summary shows.
 _SHOWN_OUTPUTS = 4
+_SHOWN_OPERATORS = 8
 LAYER_HEADER = ("layer", "operator", "weights", "bits", "α", "β", "SQNR dB", "bytes", "remark")
 
 
@@ -343,7 +344,7 @@ def _compared(report: Report, output: OutputFidelity) -> str:
     about = report["fidelity"]
     notes = ["SQNR against float"]
     if output["relative_error"] is not None:
-        notes.append(f"relative error {100 * output['relative_error']:.2g} %")
+        notes.append(f"error {100 * output['relative_error']:.2g} % of the standard deviation")
     if output["cosine"] is not None:
         notes.append(f"cosine {output['cosine']:.4f}")
     if output["same_class"] is not None:
@@ -433,7 +434,17 @@ def operators(report: Report) -> str:
     """Format the operators that ONNX Runtime executes.
 
     Returns:
-        For example ``2 QLinearConv, 2 QGemm``, or an empty text if it was not measured.
+        For example ``2 QLinearConv (93 %), 1 Gelu (7 %), in % of the time``, or an empty text if it was not
+        measured; then the operators that stay in float for want of an integer kernel.
     """
-    counts = report["latency_ms"]["operators"] or {}
-    return ", ".join(f"{count} {name}" for name, count in counts.items())
+    counts, shares = report["latency_ms"]["operators"] or {}, report["latency_ms"]["shares"] or {}
+    executed = [
+        f"{count} {name}" + (f" ({100 * shares[name]:.0f} %)" if name in shares else "")
+        for name, count in counts.items()
+    ]
+    text = ", ".join([*executed, "in % of the time"] if shares else executed)
+    names = report["float_operators"] or []
+    if text and names:
+        more = f" and {len(names) - _SHOWN_OPERATORS} more" if len(names) > _SHOWN_OPERATORS else ""
+        text += f"; in float, without an integer kernel: {', '.join(names[:_SHOWN_OPERATORS])}{more}"
+    return text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ul2q.pipeline.graph.capture import capture
+from ul2q.pipeline.importers.checkpoint import load_checkpoint
 from ul2q.runtimes import onnxruntime as runtime
 
 IDS = torch.randint(0, 30, (16, 5), generator=torch.Generator().manual_seed(0))
@@ -109,6 +112,12 @@ def test_the_file_computes_both_layers(make: Any, inputs: Tensor, wbits: int, de
         expected = model(inputs).numpy()
     error = np.linalg.norm(actual - expected) / np.linalg.norm(expected)
     assert error < {1: 0.9, 2: 0.5, 4: 0.2, 8: 0.02}[wbits]
+
+
+def test_a_tied_layer_of_a_program_from_a_file_is_not_called_unused(tmp_path: Path) -> None:
+    torch.export.save(torch.export.export(with_head().eval(), (IDS,)), tmp_path / "lm.pt2")
+    notes = capture(load_checkpoint(tmp_path / "lm.pt2", trust_pickle=True).model, (IDS,)).notes
+    assert [note for note in notes if "does not use" in note] == []
 
 
 @pytest.mark.parametrize("make", EMBEDDED)
