@@ -841,3 +841,14 @@ def test_blocks_of_a_normalisation_are_those_of_the_terms_of_the_loss() -> None:
     x_hat = (x - x.mean((0, 2), keepdim=True)) / (x.var((0, 2), correction=0, keepdim=True) + 1e-5).sqrt()
     pairs = torch.stack([x_hat.mean(2), torch.ones(6, 2)], -1)
     assert torch.allclose(blocks, 4 * torch.einsum("nci,ncj->cij", pairs, pairs) / 6, rtol=1e-9)
+
+
+def test_on_several_ranks_unfrozen_parameters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their owners would have to be chosen anew, and momentum to move."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
+    optimizer = KFAC(model)
+    monkeypatch.setattr(optimizer._collector, "world", 2)
+    optimizer.zero_grad()
+    model.requires_grad_(True)
+    with pytest.raises(UsageError, match="construct a new optimiser"):
+        optimizer.zero_grad()
