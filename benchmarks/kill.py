@@ -144,6 +144,7 @@ def main() -> int:
     import onnxruntime  # noqa: F401
     import onnxscript.function_libs.torch_lib.ops  # noqa: F401
     import sklearn.datasets  # noqa: F401
+    import torch._dynamo  # noqa: F401
 
     import ul2q.pipeline.compression.compress  # noqa: F401
     import ul2q.pipeline.training.train  # noqa: F401
