@@ -1,6 +1,6 @@
 """Kill compress and train at random times: the output must be the old or the new one, and the next run work.
 
-    python benchmarks/kill.py [--points 50] [--seed 0] [--command compress|train]
+    python benchmarks/kill.py [--points 50] [--seed 0] [--command compress|train] [--epochs 12]
 
 Each run is a fork of this process, killed with SIGKILL after a random fraction of the CPU time of a complete
 run. It is then restarted, with --resume if state was saved, and must write the bytes of an uninterrupted run.
@@ -138,11 +138,13 @@ def main() -> int:
     parser.add_argument("--points", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--command", choices=["compress", "train"])
+    parser.add_argument("--epochs", type=int, default=12, help="of training; compress takes 2 (default: 12)")
     options = parser.parse_args()
     # Modules that every run needs are imported once.
     import onnxruntime  # noqa: F401
     import onnxscript.function_libs.torch_lib.ops  # noqa: F401
     import sklearn.datasets  # noqa: F401
+    import torch._dynamo  # noqa: F401
 
     import ul2q.pipeline.compression.compress  # noqa: F401
     import ul2q.pipeline.training.train  # noqa: F401
@@ -153,7 +155,16 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         model = place / "model.pt"
-        arguments = ["train", "mlp", "--data", "digits", "--optimizer", "sgd", "--epochs", "12"]
+        arguments = [
+            "train",
+            "mlp",
+            "--data",
+            "digits",
+            "--optimizer",
+            "sgd",
+            "--epochs",
+            str(options.epochs),
+        ]
         if options.command != "compress":
             results["train"] = points(
                 lambda seed: [*arguments, "--seed", str(seed), "-o", str(model)],

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import pytest
 
@@ -164,6 +164,62 @@ def gpu_environment() -> dict[str, str]:
     """Return the environment of processes that see the GPUs."""
     rest = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     return rest if GPUS is None else rest | {"CUDA_VISIBLE_DEVICES": GPUS}
+
+
+class ForkedWorkers:
+    """Processes that run ``main()`` of one script, each with its own standard input and output.
+
+    Attributes:
+        pipes: what to write to and to read from, for each process.
+    """
+
+    def __init__(self, script: Path, count: int) -> None:
+        inputs, outputs = ([os.pipe() for _ in range(count)] for _ in range(2))
+        theirs = [(given[0], answers[1]) for given, answers in zip(inputs, outputs, strict=True)]
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            str(Path(__file__).with_name("forked_worker.py")),
+            str(script),
+        ]
+        self._process = subprocess.Popen(
+            [*command, *(f"{given},{answers}" for given, answers in theirs)],
+            stdout=subprocess.PIPE,
+            text=True,
+            pass_fds=[descriptor for pair in theirs for descriptor in pair],
+        )
+        for pair in theirs:
+            for descriptor in pair:
+                os.close(descriptor)
+        self.pipes: list[tuple[IO[bytes], IO[bytes]]] = [
+            (os.fdopen(given[1], "wb"), os.fdopen(answers[0], "rb"))
+            for given, answers in zip(inputs, outputs, strict=True)
+        ]
+        self._codes: dict[int, int] = {}
+
+    def exit_code(self, number: int) -> int:
+        """Wait until a process has ended and return its exit code, or its signal as a negative number."""
+        assert self._process.stdout is not None
+        while number not in self._codes:
+            ended, code = self._process.stdout.readline().split()
+            self._codes[int(ended)] = int(code)
+        return self._codes[number]
+
+    def close(self) -> None:
+        """End the processes."""
+        for pair in self.pipes:
+            for pipe in pair:
+                pipe.close()
+        assert self._process.stdout is not None
+        self._process.wait(20)
+        self._process.stdout.close()
+
+
+@pytest.fixture(scope="session")
+def forked_workers() -> type[ForkedWorkers]:
+    """Return the class (script, count) -> processes."""
+    return ForkedWorkers
 
 
 @dataclass(frozen=True)

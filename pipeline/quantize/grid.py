@@ -85,28 +85,38 @@ class Grid:
 
 @dataclass(frozen=True)
 class _Form:
-    """A form of the grid: w_int = multiplier·q + c with ``low`` <= c <= ``high``."""
+    """A form of the grid: w_int = multiplier·q + c with ``low`` <= c <= ``high``.
 
-    multiplier: int
+    ``multiplier`` is 1, or even; as an array, even, it stands for a form for each entry.
+    """
+
+    multiplier: Any
     low: Any
     high: Any
     zero_point: int | None = 0  # None: the negated offset
 
     @classmethod
-    def bounded(cls, k: int, multiplier: int, limit: int) -> Self:
-        """Return the form whose integer weights stay within ±``limit``: m(2^k − 1) + |z| or 2^(k−1) + |o|."""
-        if multiplier == 1:
-            o = limit - 2 ** (k - 1)
-            return cls(1, -o, o)
-        m = multiplier // 2
-        z = limit - m * (2**k - 1)
-        return cls(multiplier, m - z, m + z)
+    def bounded(cls, k: int, limit: int) -> Self:
+        """Return the offset form whose integer weights stay within ±``limit``: 2^(k−1) + |o|."""
+        o = limit - 2 ** (k - 1)
+        return cls(1, -o, o)
+
+    @classmethod
+    def fine(cls, k: int, m: Any) -> Self:
+        """Return the fine form of ``m``, a whole number or an array of them: m(2^k − 1) + |z| <= 64."""
+        z = SATURATION_FREE - m * (2**k - 1)
+        return cls(2 * m, m - z, m + z)
+
+    @property
+    def half(self) -> Any:
+        """Half the multiplier, m in the fine form."""
+        return self.multiplier / 2
 
     def nearest(self, alpha: Array, beta: Array, xp: Namespace = np) -> Array:
         """Return the offset nearest to ``beta``, within the form's range or not, as float64."""
-        if self.multiplier == 1:
+        if isinstance(self.multiplier, int) and self.multiplier == 1:
             return xp.round(beta / alpha + 0.5)
-        return xp.round(self.multiplier * beta / alpha) + self.multiplier // 2
+        return xp.round(self.multiplier * beta / alpha) + self.half
 
     def fits(self, alpha: Array, beta: Array, xp: Namespace = np) -> Array:
         """Return where the nearest offset is within the form's range."""
@@ -114,9 +124,9 @@ class _Form:
         return xp.logical_and(self.low <= c, c <= self.high)
 
 
-def _fine_forms(k: int) -> list[_Form]:
-    """Return the fine forms of k <= 5 bits, the largest m first."""
-    return [_Form.bounded(k, 2 * m, SATURATION_FREE) for m in range(SATURATION_FREE // (2**k - 1), 0, -1)]
+def _fine_multipliers(k: int) -> range:
+    """Return the m of the fine forms of k <= 5 bits, the largest first."""
+    return range(SATURATION_FREE // (2**k - 1), 0, -1)
 
 
 def _fine_form(alpha: np.ndarray, beta: np.ndarray, k: int) -> _Form | None:
@@ -125,7 +135,7 @@ def _fine_form(alpha: np.ndarray, beta: np.ndarray, k: int) -> _Form | None:
     Channels that do not even fit m = 1 have to grow, less for small m, while the others lose less with large
     m: then m minimises the expected squared error.
     """
-    forms = _fine_forms(k)
+    forms = [_Form.fine(k, m) for m in _fine_multipliers(k)]
     for form in forms:
         if np.all(form.fits(alpha, beta)):
             return form
@@ -155,14 +165,14 @@ def _choose_form(alpha: np.ndarray, beta: np.ndarray, k: int) -> _Form:
     """Return the form for ``alpha`` > 0 and ``beta``, both [] or [C] (see the table of the module)."""
     if k <= 5 and (fine := _fine_form(alpha, beta, k)):
         return fine
-    if k == 6 and np.all((within := _Form.bounded(k, 1, SATURATION_FREE)).fits(alpha, beta)):
+    if k == 6 and np.all((within := _Form.bounded(k, SATURATION_FREE)).fits(alpha, beta)):
         return within
     if alpha.ndim == 0:
         return _Form(1, -INT8_LIMIT, INT8_LIMIT, zero_point=None)
     if k == 8:
         o = int(_common_offset(alpha, beta))
         return _Form(1, o, o, zero_point=-o)
-    return _Form.bounded(k, 1, INT8_LIMIT)
+    return _Form.bounded(k, INT8_LIMIT)
 
 
 def _reaching(alpha: Array, beta: Array, k: int, form: _Form, xp: Namespace = np) -> Array:
@@ -263,18 +273,28 @@ def snapped_levels(alpha: Array, beta: Array, k: int, xp: Namespace) -> tuple[Ar
     centre = ul2q.cast(xp.where(varying, beta, beta * 0), "float64", xp)
     step, snapped = alpha, beta
 
-    def placed(form: _Form) -> tuple[Array, Array]:
+    def place(form: _Form, usable: Array | None = None) -> None:
+        nonlocal step, snapped
         new, offset = _place(wide, centre, k, form, xp)
-        return new, new / float(form.multiplier) * (ul2q.cast(offset, "float32", xp) - form.multiplier / 2)
+        multiplier, half = (ul2q.cast(x, "float32", xp) for x in (form.multiplier, form.half))
+        middle = new / multiplier * (ul2q.cast(offset, "float32", xp) - half)
+        step = new if usable is None else xp.where(usable, new, step)
+        snapped = middle if usable is None else xp.where(usable, middle, snapped)
 
     last = _last_form(wide, centre, k, xp, varying)
     if last is not None:
-        step, snapped = placed(last)
-    forms = _fine_forms(k) if k <= 5 else [_Form.bounded(k, 1, SATURATION_FREE)] * (k == 6)
-    for form in reversed(forms):  # the first form that fits is applied last
-        usable = xp.all(xp.logical_or(form.fits(wide, centre, xp), xp.logical_not(varying)))
-        new = placed(form)
-        step, snapped = xp.where(usable, new[0], step), xp.where(usable, new[1], snapped)
+        place(last)
+    if k <= 5:  # the largest m that fits all channels, found in one step for all m
+        shape = (-1, *(1 for _ in wide.shape))
+        m = ul2q.constant(np.reshape(np.array(_fine_multipliers(k), np.float64), shape), wide, xp)
+        fits = xp.logical_or(_Form.fine(k, m).fits(wide, centre, xp), xp.logical_not(varying))
+        if len(wide.shape):
+            fits = xp.all(fits, axis=1, keepdims=True)
+        largest = xp.max(xp.where(fits, m, m * 0))
+        place(_Form.fine(k, xp.maximum(largest, largest * 0 + 1)), largest > 0)
+    elif k == 6:
+        form = _Form.bounded(k, SATURATION_FREE)
+        place(form, xp.all(xp.logical_or(form.fits(wide, centre, xp), xp.logical_not(varying))))
     return xp.where(varying, step, alpha), xp.where(varying, snapped, beta)
 
 
@@ -285,7 +305,7 @@ def _last_form(alpha: Array, beta: Array, k: int, xp: Namespace, varying: Array)
     if k == 8:
         o = _common_offset(alpha, beta, xp, varying)
         return _Form(1, o, o)
-    return _Form.bounded(k, 1, INT8_LIMIT) if k > 5 else None
+    return _Form.bounded(k, INT8_LIMIT) if k > 5 else None
 
 
 def _integers(q: Array, grid: Grid, axis: int, xp: Namespace) -> Array:

@@ -14,15 +14,14 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kill.py"
 
 @pytest.mark.case("killed", outcome="works")
 @pytest.mark.skipif(sys.platform != "linux", reason="forks, and reads /proc")
-@pytest.mark.parametrize(("command", "points", "seed"), [("train", 1, 1), ("compress", 1, 0)])
-def test_killed_runs_leave_the_old_output_and_the_next_run_works(
-    command: str, points: int, seed: int
-) -> None:
-    arguments = ["--command", command, "--points", str(points), "--seed", str(seed)]
+def test_killed_runs_leave_the_old_output_and_the_next_run_works() -> None:
+    arguments = ["--points", "1", "--seed", "0", "--epochs", "4"]
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    result = json.loads(done.stdout)[command]
-    assert result["faults"] == []
-    assert result["killed"] == points
+    results = json.loads(done.stdout)
+    assert set(results) == {"train", "compress"}
+    for result in results.values():
+        assert result["faults"] == []
+        assert result["killed"] == 1

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,28 +17,24 @@ WORKER = Path(__file__).with_name("rank_worker.py")
 class Ranks:
     """Processes that run tasks together."""
 
-    def __init__(self, count: int, folder: Path) -> None:
+    def __init__(self, processes: Any, folder: Path) -> None:
         self._folder, self._tasks = folder, 0
-        command = [sys.executable, "-W", "ignore", str(WORKER)]
-        self.processes = [
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(count)
-        ]
+        self._processes = processes
 
     def run(self, task: str, world: int, spec: dict[str, Any]) -> list[tuple[str, Any]]:
         """Answers of all ranks: ("result", value), ("error", message), or ("ended", code) of a dead one."""
         self._tasks += 1
         store = self._folder / f"store{self._tasks}"
-        for rank, process in enumerate(self.processes[:world]):
-            assert process.stdin is not None
-            pickle.dump((task, rank, world, str(store), spec), process.stdin)
-            process.stdin.flush()
+        pipes = self._processes.pipes[:world]
+        for rank, (given, _) in enumerate(pipes):
+            pickle.dump((task, rank, world, str(store), spec), given)
+            given.flush()
         answers: list[tuple[str, Any]] = []
-        for process in self.processes[:world]:
-            assert process.stdout is not None
+        for rank, (_, answer) in enumerate(pipes):
             try:
-                answers.append(pickle.load(process.stdout))  # noqa: S301 (from our own child)
+                answers.append(pickle.load(answer))  # noqa: S301 (from our own child)
             except EOFError:
-                answers.append(("ended", process.wait()))
+                answers.append(("ended", self._processes.exit_code(rank)))
         return answers
 
     def results(self, task: str, world: int, spec: dict[str, Any]) -> list[Any]:
@@ -49,22 +43,13 @@ class Ranks:
         assert all(kind == "result" for kind, _ in answers), answers
         return [value for _, value in answers]
 
-    def close(self) -> None:
-        """End the processes."""
-        for process in self.processes:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            process.stdin.close()
-            process.stdout.close()
-            process.wait(20)
-
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+def ranks(tmp_path_factory: pytest.TempPathFactory, forked_workers: Any) -> Iterator[Ranks]:
     """Four ranks for all tests of this file."""
-    pool = Ranks(4, tmp_path_factory.mktemp("ranks"))
-    yield pool
-    pool.close()
+    processes = forked_workers(WORKER, 4)
+    yield Ranks(processes, tmp_path_factory.mktemp("ranks"))
+    processes.close()
 
 
 def _difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:

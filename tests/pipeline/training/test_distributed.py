@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,20 +28,16 @@ def free_port() -> int:
 class Ranks:
     """Processes that train together."""
 
-    def __init__(self, count: int) -> None:
-        command = [sys.executable, "-W", "ignore", str(WORKER)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        self.processes = [
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-            for _ in range(count)
-        ]
+    def __init__(self, processes: Any) -> None:
+        self._processes = processes
 
     def __call__(
         self, world: int, output: Path, config: dict[str, Any], own: dict[int, Any] | None = None, **task: Any
     ) -> list[dict[str, Any]]:
         """Train on ``world`` ranks; ``own`` are changes of the configuration of single ranks."""
         port = free_port()
-        for rank, process in enumerate(self.processes[:world]):
+        pipes = self._processes.pipes[:world]
+        for rank, (given, _) in enumerate(pipes):
             environment = {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
@@ -53,32 +46,22 @@ class Ranks:
                 "MASTER_PORT": str(port),
             }
             mine = config | (own or {}).get(rank, {})
-            assert process.stdin is not None
-            pickle.dump(
-                {"environment": environment, "output": str(output), "config": mine, **task}, process.stdin
-            )
-            process.stdin.flush()
-        pipes = [process.stdout for process in self.processes[:world]]
-        return [pickle.load(pipe) for pipe in pipes if pipe is not None]  # noqa: S301 (our own children)
-
-    def close(self) -> None:
-        """End the processes."""
-        for process in self.processes:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            process.stdin.close()
-            process.stdout.close()
-            process.wait(20)
+            pickle.dump({"environment": environment, "output": str(output), "config": mine, **task}, given)
+            given.flush()
+        return [pickle.load(answer) for _, answer in pipes]  # noqa: S301 (our own children)
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
+def ranks(forked_workers: Any) -> Iterator[Ranks]:
     """Three ranks for all tests of this file."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    pool = Ranks(3)
-    yield pool
-    pool.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
+        processes = forked_workers(WORKER, 3)
+    yield Ranks(processes)
+    processes.close()
     torch.set_num_threads(threads)
 
 
