@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.errors import UsageError, listed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -61,7 +61,7 @@ def get(name: str) -> Architecture:
     known = names()
     if name not in known:
         near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(known)}"
+        hint = f"did you mean {' or '.join(near)}?" if near else f"known are {listed(known)}"
         raise UsageError(f"unknown architecture {name!r}: {hint}")
     architecture: Architecture = importlib.import_module(f"{__name__}.{name}").ARCHITECTURE
     return architecture
@@ -82,8 +82,8 @@ def build(name: str, **args: Any) -> nn.Module:
     """
     architecture = get(name)
     if unknown := sorted(set(args) - set(architecture.parameters)):
-        takes = ", ".join(architecture.parameters)
-        raise UsageError(f"{name} does not take {', '.join(unknown)}: its arguments are {takes}")
+        takes = listed(architecture.parameters)
+        raise UsageError(f"{name} does not take {listed(unknown)}: its arguments are {takes}")
     return architecture.build(**args)
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Self
 
-from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.errors import UsageError, listed
 from ul2q.pipeline.quantize.option_values import ACT_FITS, AUTO, CURVATURES, GRANULARITIES, STEPS
 from ul2q.pipeline.quantize.registry import DEFAULT_QUANTIZER, check_quantizer
 
@@ -19,6 +19,8 @@ FISHERS = ("mc", "empirical")
 """Labels for curvature factors: sampled from the model's prediction, or those of the data."""
 PRECISIONS = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
+RUN = "run"
+"""Key of a config.json under which it names the network and the samples of the run."""
 AUTO_TASK = "auto"
 TASKS = (AUTO_TASK, "classification", "multilabel", "regression", "dense", "embedding", "tokens")
 """Tasks that can be asked for, names of `ul2q.pipeline.tasks.registry.TASKS`."""
@@ -60,7 +62,9 @@ class _Config:
         """
         known = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
         if unknown := sorted(set(values) - known):
-            raise UsageError(f"unknown configuration keys {unknown}: known are {sorted(known)}")
+            raise UsageError(
+                f"unknown configuration keys {listed(unknown)}: known are {listed(sorted(known))}"
+            )
         return cls(**{key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
 
 
@@ -89,6 +93,8 @@ class QuantConfig(_Config):
         batch_size: samples per step and per calibration batch.
         samples: calibration samples (0 means all training samples).
         exclude: name patterns (fnmatch) of layers to leave in float.
+        dynamic: axes to leave open beside the batch, as "x:2,3" for height and width of the input x, or "2,3"
+            of a single input. Those that an ONNX file or an exported program leaves open stay open anyway.
         opset: ONNX opset of the file.
         storage: ``table`` packs codes in bytes that every runtime reads; ``fast`` stores int8 weights, which
             load faster from a larger file; ``int2`` uses typed 2/4-bit tensors.
@@ -111,6 +117,7 @@ class QuantConfig(_Config):
     batch_size: int = 64
     samples: int = 1024
     exclude: tuple[str, ...] = ()
+    dynamic: tuple[str, ...] = ()
     opset: int = 21
     storage: str = "table"
     target: str = "exact"
@@ -146,12 +153,15 @@ class QuantConfig(_Config):
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Build a configuration from ``values``; those written before there was a choice of steps keep λ*σ.
 
+        What a config.json says of the network and the samples, `RUN`, is left out.
+
         Returns:
             The configuration.
 
         Raises:
             UsageError: a key is unknown or a value is out of range.
         """
+        values = {key: value for key, value in values.items() if key != RUN}
         if "granularity" in values and "step" not in values:
             values = {**values, "step": "paper"}
         return super().from_dict(values)
@@ -182,6 +192,8 @@ class TrainConfig(_Config):
         arch: name in ``ul2q.models``.
         data: data source, by name or path.
         optimizer: kfac, sgd or adam.
+        mean: mean of each channel, subtracted after scaling to 0..1 (default: the source's).
+        std: standard deviation of each channel, divided by after that (default: the source's).
         resize: side that images are resized to, or with ``crop`` their shorter side (default: the source's).
         crop: side of the centre crop after resizing (default: the source's).
         recipe: name of a schedule in ``ul2q.pipeline.training.step_recipes``: ``osawa-…`` for kfac,
@@ -214,6 +226,8 @@ class TrainConfig(_Config):
     arch: str
     data: str
     optimizer: str = "kfac"
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
     resize: int | None = None
     crop: int | None = None
     recipe: str | None = None

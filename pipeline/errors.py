@@ -8,7 +8,18 @@ and lines of progress follow the same rule.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from types import TracebackType
+from typing import Final
+
+MOST_NAMED: Final = 8
+"""Names in one list of a message."""
+LONGEST: Final = 300
+"""Characters of a message."""
+
+# Marks of a list within a message that is not finished; no text holds these characters.
+_OPEN, _NEXT, _CLOSE = "\ufdd0", "\ufdd1", "\ufdd2"
 
 
 def one_line(text: str) -> str:
@@ -19,6 +30,33 @@ def one_line(text: str) -> str:
         c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(text.split("\n"))
     )
     return "".join(shown)
+
+
+def listed(names: Iterable[object]) -> str:
+    """Return ``names`` for the message of an error, which says how many more there are than `MOST_NAMED`."""
+    shown = [" ".join(str(name).split()) for name in names]  # a damaged file's may hold line breaks
+    return _OPEN + _NEXT.join(shown) + _CLOSE if shown else ""
+
+
+def _message(text: str, most: int | None) -> str:
+    """Return ``text`` with its lists (see `listed`) as words, each of at most ``most`` names."""
+
+    def words(match: re.Match[str]) -> str:
+        names = match[1].split(_NEXT)
+        shown, more = names[:most], len(names[most:]) if most is not None else 0
+        return ", ".join(shown) + (f" and {more:,} more" if more else "")
+
+    return re.sub(f"{_OPEN}([^{_CLOSE}]*){_CLOSE}", words, text)
+
+
+def _shortened(text: str) -> str:
+    """Return ``text`` within `LONGEST` characters: its begin, and its last clause, which says what to do."""
+    if len(text) <= LONGEST:
+        return text
+    place = max(text.rfind(": "), text.rfind("; "))
+    end = text[place:] if place >= 0 and len(text) - place <= LONGEST // 2 else ""
+    begin = text[: LONGEST - len(end) - 2]
+    return f"{begin.rpartition(' ')[0] or begin} …{end}"
 
 
 def first_line(error: BaseException, otherwise: str | None = None) -> str:
@@ -33,10 +71,17 @@ def quantity(count: int, name: str) -> str:
 
 
 class _OneLineError(Exception):
-    """An exception whose message is one line."""
+    """An exception whose message is one line of at most `LONGEST` characters.
+
+    Attributes:
+        full: the whole line, with every name of its lists.
+    """
 
     def __init__(self, message: str = "") -> None:
-        super().__init__(one_line(message))
+        self.full = one_line(_message(message, None))
+        texts = (one_line(_message(message, most)) for most in (MOST_NAMED, 5, 3, 2, 1))
+        short = next((text for text in texts if len(text) <= LONGEST), one_line(_message(message, 1)))
+        super().__init__(_shortened(short))
 
 
 class UsageError(_OneLineError, ValueError):

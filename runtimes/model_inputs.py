@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -80,6 +81,15 @@ def checked_feeds(
     return feeds
 
 
+def _example_shapes(live: ort.InferenceSession) -> dict[str, Any]:
+    """Return the shapes of samples that a file with open sizes records in ``ul2q.example``."""
+    try:
+        recorded = json.loads(live.get_modelmeta().custom_metadata_map.get("ul2q.example", "{}"))
+    except (ValueError, RecursionError):
+        return {}
+    return recorded if isinstance(recorded, dict) else {}
+
+
 def example_input(live: ort.InferenceSession, batch: int = 1, seed: int = 0) -> dict[str, Array]:
     """Draw inputs that fit a model: standard normal, or zeros where the model takes integers.
 
@@ -90,11 +100,13 @@ def example_input(live: ort.InferenceSession, batch: int = 1, seed: int = 0) -> 
         UsageError: a dimension other than the batch is not fixed.
     """
     generator = np.random.default_rng(seed)
-    feeds = {}
+    feeds, known = {}, _example_shapes(live)
     for spec in live.get_inputs():
         if not spec.shape:
             raise UsageError(f"input {spec.name!r} of the model is a single number: give an input")
         shape = [batch, *spec.shape[1:]] if not isinstance(spec.shape[0], int) else list(spec.shape)
+        if len(sizes := known.get(spec.name, ())) == len(shape) - 1:
+            shape = [shape[0], *sizes]
         if not all(isinstance(size, int) for size in shape):
             raise UsageError(
                 f"input {spec.name!r} has the open shape {_shape_text(spec.shape)}: give an input"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +17,8 @@ Model = Path | str | bytes | onnx.ModelProto
 def first_line(error: BaseException) -> str:
     """Return the first line of a message, without the prefix of the runtime."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return line.split(" : ")[-1] if line.startswith("[ONNXRuntimeError]") else line
+    line = line.split(" : ")[-1] if line.startswith("[ONNXRuntimeError]") else line
+    return re.sub(r"/\S+:\d+ .*?\)(?: const)? (?=[A-Z])", "", line)  # the place in the runtime's own source
 
 
 def readable_file(path: Path) -> None:

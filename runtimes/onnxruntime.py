@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from ul2q.runtimes.onnx_files import (
 __all__ = [
     "ACCURATE", "Model", "bench", "bench_apart", "data_files", "file_bytes", "load_and_run_once",
     "load_model", "load_times", "loading_times", "metadata", "operators", "outputs", "own_peak_rss",
-    "peak_rss", "run", "session", "with_outputs",
+    "peak_rss", "run", "session", "time_shares", "with_outputs",
 ]  # fmt: skip
 
 #: session option with which int8 weights beyond +-64 run on kernels of uint8 weights, exact on every x86 CPU
@@ -93,6 +93,7 @@ def session(
     low_memory: bool = False,
     spinning: bool = True,
     optimized_path: Path | None = None,
+    profile: Path | None = None,
     folder: Path | None = None,
     accurate: bool | None = None,
 ) -> ort.InferenceSession:
@@ -104,6 +105,7 @@ def session(
         low_memory: free the memory of activations after every operator; see ``large_blocks_returned``, too.
         spinning: idle threads spin for a while before they sleep, which is faster for one session alone.
         optimized_path: where to write the graph that the runtime made of the model.
+        profile: beginning of the path to which ``end_profiling`` writes the times of all operators.
         folder: where the data files of a model in memory lie.
         accurate: set the option `ACCURATE`. False gives a plain session, as other programs make them. None
             sets it where the CPU's kernels saturate: files of other programs, and of versions of ul2q that
@@ -116,6 +118,8 @@ def session(
         UsageError: the file is missing, not ONNX, or truncated, or this ONNX Runtime cannot load it.
     """
     options = _options(threads, low_memory, spinning, optimized_path, folder, accurate)
+    if profile is not None:
+        options.enable_profiling, options.profile_file_prefix = True, str(profile)
     if isinstance(model, onnx.ModelProto):
         name, source = "the model", model.SerializeToString()
     elif isinstance(model, bytes):
@@ -227,6 +231,40 @@ def operators(model: Model) -> dict[str, int]:
     return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
 
+def time_shares(
+    model: Model, inputs: Mapping[str, Array] | None = None, *, threads: int = 1, runs: int = 20
+) -> dict[str, float]:
+    """Measure which part of the time of one sample each kind of operator takes, by the runtime's profile.
+
+    Args:
+        model: the model.
+        inputs: what to feed; drawn at random if None.
+        threads: threads within an operator.
+        runs: profiled calls.
+
+    Returns:
+        Operator type to its part of the time of all operators, largest first.
+
+    Raises:
+        UsageError: see ``session`` and ``example_input``.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        live = session(model, threads, spinning=False, profile=Path(folder) / "profile")
+        feeds = inputs if inputs is not None else example_input(live)
+        for _ in range(runs):
+            live.run(None, feeds)
+        events = json.loads(Path(live.end_profiling()).read_text())
+    times: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for event in events:
+        if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
+            times[event["name"], event["args"]["op_name"]].append(event["dur"])  # in whole microseconds
+    spent: Counter[str] = Counter()
+    for (_, operator), durations in times.items():
+        spent[operator] += float(np.median(durations))  # type: ignore[assignment]
+    total = spent.total()
+    return {name: time / total for name, time in spent.most_common()} if total else {}
+
+
 def bench(
     model: Model,
     against: Model | None = None,
@@ -249,7 +287,7 @@ def bench(
 
     Returns:
         ``median_ms``, ``p95_ms``, ``against_median_ms`` and ``ratio`` (``model`` / ``against``, null without
-        one), ``threads``, ``runs`` and ``operators`` (see ``operators``).
+        one), ``threads``, ``runs``, ``operators`` (see ``operators``) and ``shares`` (see ``time_shares``).
 
     Raises:
         UsageError: ``runs`` or ``threads`` is not positive, or see ``session`` and ``example_input``.
@@ -276,6 +314,7 @@ def bench(
         "threads": threads,
         "runs": runs,
         "operators": operators(model),
+        "shares": time_shares(model, feeds[0], threads=threads),
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import onnx
@@ -30,6 +30,7 @@ def finish(
     input_names: Sequence[str],
     output_names: Sequence[str],
     layers: Collection[str] = (),
+    dynamic: Sequence[Mapping[int, str]] = (),
 ) -> dict[str, str]:
     """Clean an exported graph and name everything in it after the layers.
 
@@ -38,6 +39,7 @@ def finish(
         input_names: names of the inputs.
         output_names: names of the outputs.
         layers: scopes that count as one, whatever is inside.
+        dynamic: names of the open sizes of each input beside the batch, by axis.
 
     Returns:
         The last uint8 tensor of each scope: the codes of a site.
@@ -48,6 +50,7 @@ def finish(
     lift_constants(model)
     _drop_default_attributes(model)
     _own_outputs(graph)
+    _name_sizes(graph, dynamic)
     sites = _name(graph, input_names, output_names)
     for node in graph:
         node.metadata_props.clear()
@@ -155,11 +158,20 @@ def _name_ends(
         if name in own:  # the interface keeps its names
             _rename_initializer(graph, constant, _unique(name, taken))
     taken.update(own)
-    batch = next((str(d) for value in graph.inputs if value.shape for d in value.shape[:1]), "")
     for value, name in zip([*graph.inputs, *graph.outputs], names, strict=True):
         value.name = name
+
+
+def _name_sizes(graph: ir.Graph, dynamic: Sequence[Mapping[int, str]]) -> None:
+    """Name the batch size and the other open sizes of inputs, and outputs that have the same."""
+    known: dict[str, str] = {}
+    for value, axes in zip(graph.inputs, dynamic or [{}] * len(graph.inputs), strict=True):
+        for axis, size in enumerate(value.shape or ()):
+            label = "batch" if axis == 0 else axes.get(axis)
+            if label is not None and not isinstance(size, int):
+                known.setdefault(str(size), label)
+    for value in [*graph.inputs, *graph.outputs]:
         if value.shape is not None:
-            known = {batch: "batch"}
             value.shape = ir.Shape([d if isinstance(d, int) else known.get(str(d)) for d in value.shape])
 
 

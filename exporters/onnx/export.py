@@ -19,7 +19,6 @@ from onnxscript import optimizer
 from onnxscript.rewriter import RewriteRuleSet
 from onnxscript.rewriter.rules import common as rules
 from torch import Tensor, nn
-from torch.export import Dim
 
 from ul2q.exporters.onnx.canonicalize import finish, lift_constants
 from ul2q.exporters.onnx.direct_program import DirectProgram
@@ -33,7 +32,8 @@ from ul2q.exporters.onnx.weight_storage import Unpacker
 from ul2q.pipeline.config import OPSETS, QuantConfig
 from ul2q.pipeline.errors import UsageError, first_line
 from ul2q.pipeline.formats import metadata as metadata_keys
-from ul2q.pipeline.graph.capture import Captured, quiet
+from ul2q.pipeline.graph.capture import Captured, export_shapes, quiet
+from ul2q.pipeline.graph.dynamic_axes import Axes
 from ul2q.pipeline.graph.integer_modules import LoweredWeight
 from ul2q.pipeline.graph.lower import Lowered
 from ul2q.pipeline.storage.atomic import beside, replacing_file, replacing_folder
@@ -128,14 +128,16 @@ def export_lowered(
     opset = config.opset
     if config.storage == "int2" and config.wbits == 2:  # 4-bit types came earlier, with opset 21
         opset = max(opset, _INT2_OPSET)
-    exported = _export(lowered.module, example, opset)
+    exported = _export(lowered.module, example, opset, lowered.dynamic)
     graph = exported.graph
     packed = _pack_weights(graph, lowered.weights, config.storage)
     unsigned = _store_unsigned(graph, lowered.weights, packed)
     keep_float(graph)
     lift_constants(exported)
     narrow(graph)
-    sites = finish(exported, lowered.input_names, lowered.output_names, lowered.weights)
+    sites = finish(
+        exported, lowered.input_names, lowered.output_names, lowered.weights, dynamic=lowered.dynamic
+    )
     entries = {
         metadata_keys.VERSION: __version__,
         metadata_keys.MIN_ONNXRUNTIME: OPSETS[opset][1],
@@ -209,20 +211,20 @@ def export_float(
     Raises:
         UsageError: the opset is unknown.
     """
-    model = _export(captured.module, example, opset)
+    model = _export(captured.module, example, opset, captured.dynamic)
     _drop_zero_biases(model)
-    finish(model, captured.input_names, captured.output_names)
+    finish(model, captured.input_names, captured.output_names, dynamic=captured.dynamic)
     model.metadata_props.update(sorted((metadata or {}).items()))
     return ExportedModel(model, {}, {})
 
 
-def _export(module: nn.Module, example: Sequence[Tensor], opset: int) -> ir.Model:
+def _export(module: nn.Module, example: Sequence[Tensor], opset: int, dynamic: Sequence[Axes]) -> ir.Model:
     if opset not in OPSETS:
         raise UsageError(f"`opset` is {opset}: supported are {min(OPSETS)} to {max(OPSETS)}")
     inputs = tuple(torch.cat([x[:1], x[:1]]) for x in example)
     with quiet():
         program = torch.export.export(
-            module.eval(), inputs, dynamic_shapes=tuple({0: Dim.DYNAMIC} for _ in inputs), strict=False
+            module.eval(), inputs, dynamic_shapes=tuple(export_shapes(len(inputs), dynamic)), strict=False
         )
         _check_operators(program)
         try:

@@ -90,6 +90,11 @@ def _say(line: str) -> None:
     typer.echo(one_line(options.message_text(line)), err=True)
 
 
+def _text(error: BaseException) -> str:
+    """Return the message of an error; with --debug the whole of it."""
+    return str(getattr(error, "full", error) if options.debugging() else error)
+
+
 def execute(arguments: Sequence[str] | None = None) -> int:
     """Run the command line ``arguments`` (default: those of the process).
 
@@ -102,7 +107,7 @@ def execute(arguments: Sequence[str] | None = None) -> int:
     try:
         code = command.main(args=arguments, prog_name="pipeline", standalone_mode=False)
     except UsageError as error:
-        _say(f"error: {error}")
+        _say(f"error: {_text(error)}")
         return UNUSABLE
     except typer.TyperException as error:
         context = getattr(error, "ctx", None)
@@ -119,7 +124,7 @@ def execute(arguments: Sequence[str] | None = None) -> int:
         _say(f"error: {error.filename or 'a file'}: {error.strerror or error}")
         return UNUSABLE
     except (JobError, OSError, MemoryError) as error:
-        _say(f"error: {error or 'out of memory'}")
+        _say(f"error: {_text(error) or 'out of memory'}")
         return FAILED
     except KeyboardInterrupt:
         code = INTERRUPTED

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,37 +13,56 @@ from ul2q.pipeline.cli.options import (
     Crop,
     Data,
     Debug,
+    Ignore,
     Json,
+    Mean,
     Overwrite,
     Quiet,
     Resize,
+    Std,
     TaskName,
     TrustPickle,
+    Weights,
+    json_object,
     model_source,
     numbers,
+    preprocess_options,
     print_report,
     quant_config,
+    read_text,
     shown,
     start,
     without_none,
 )
 from ul2q.pipeline.compression.output_formats.registry import FORMATS, converted_formats, requested_names
 from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.importers.source import ModelSource
 from ul2q.pipeline.quantize.registry import quantizer_help
 
 
 def compress(
     model: Annotated[
-        Path,
+        Path | None,
         typer.Argument(
-            metavar="MODEL", help="A checkpoint, or a float .onnx or .keras file.", show_default=False
+            metavar="MODEL",
+            help="A checkpoint, or a float .onnx or .keras file; --config alone takes that of its run.",
+            show_default=False,
         ),
-    ],
+    ] = None,
     wbits: Annotated[int | None, typer.Option(help="Bits of a weight, 1 to 8.")] = None,
     abits: Annotated[int | None, typer.Option(help="Bits of an activation: 8, or 32 for float.")] = None,
     arch: Arch = None,
     arch_args: ArchArgs = None,
+    weights: Weights = None,
+    ignore: Ignore = None,
     data: Data = None,
+    train: Annotated[
+        str | None, typer.Option(metavar="DATA", help="In place of --data: training samples.")
+    ] = None,
+    val: Annotated[
+        str | None, typer.Option(metavar="DATA", help="Beside --train: validation samples.")
+    ] = None,
+    test: Annotated[str | None, typer.Option(metavar="DATA", help="Beside --train: test samples.")] = None,
     task: TaskName = None,
     epochs: Annotated[int | None, typer.Option(help="Epochs of fine-tuning: 5 up to 4 bits, else 0.")] = None,
     step: Annotated[
@@ -65,11 +84,13 @@ def compress(
     exclude: Annotated[
         list[str] | None, typer.Option(metavar="PATTERN", help="Layers to leave in float; may be repeated.")
     ] = None,
-    input_shape: Annotated[str | None, typer.Option(metavar="C,H,W", help="Shape of one input.")] = None,
-    mean: Annotated[str | None, typer.Option(metavar="M,...", help="Mean of each input channel.")] = None,
-    std: Annotated[
-        str | None, typer.Option(metavar="S,...", help="Standard deviation of each channel.")
+    dynamic: Annotated[
+        list[str] | None,
+        typer.Option(metavar="INPUT:AXES", help="Axes to leave open, such as x:2,3; may be repeated."),
     ] = None,
+    input_shape: Annotated[str | None, typer.Option(metavar="C,H,W", help="Shape of one input.")] = None,
+    mean: Mean = None,
+    std: Std = None,
     resize: Resize = None,
     crop: Crop = None,
     opset: Annotated[int | None, typer.Option(help="ONNX opset of the file.")] = None,
@@ -85,11 +106,16 @@ def compress(
         ),
     ] = None,
     to: Annotated[
-        str, typer.Option(help=f"Formats to write, separated by commas: {', '.join(FORMATS)}.")
-    ] = "onnx",
+        str | None,
+        typer.Option(help=f"Formats to write, separated by commas: {', '.join(FORMATS)}. Default: onnx."),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of everything random.")] = None,
     config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A config.json; options given here come first.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A config.json; options given here come first. Without MODEL it repeats the whole run.",
+        ),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="DIR", help="Default: MODEL-w<K>a<A> beside it.")
@@ -113,37 +139,67 @@ def compress(
     """Quantise a trained network, export it, check it in ONNX Runtime, and report what it costs."""
     progress = start(quiet, debug)
     from ul2q.pipeline.compression.compress import compress_file
+    from ul2q.pipeline.data.load import parts_spec
 
     overrides = {
         "wbits": wbits, "abits": abits, "epochs": epochs, "step": step, "granularity": granularity,
         "curvature": curvature, "act_fit": act_fit, "quantizer": quantizer, "task": task,
         "optimizer": optimizer, "lr": lr, "batch_size": batch_size, "samples": samples,
-        "exclude": exclude or None, "opset": opset, "storage": storage, "target": target,
-        "seed": seed,
+        "exclude": exclude or None, "dynamic": dynamic or None, "opset": opset, "storage": storage,
+        "target": target, "seed": seed,
     }  # fmt: skip
-    preprocess = {
-        "mean": numbers(mean, "--mean", float),
-        "std": numbers(std, "--std", float),
-        "resize": resize,
-        "crop": crop,
+    if train is not None or val is not None or test is not None:
+        if data is not None:
+            raise UsageError("`train`, `val` and `test` take the place of `data`: give one or the other")
+        data = parts_spec({"train": train, "validation": val, "test": test})
+    given = {
+        "data": data,
+        "input_shape": numbers(input_shape, "--input-shape", int),
+        "preprocess": preprocess_options(mean, std, resize, crop) or None,
+        "synthetic": synthetic or None,
+        "to": to,
     }
+    if model is not None:
+        source, inputs = (
+            model_source(model, arch, arch_args, trust_pickle, weights, ignore),
+            without_none(given),
+        )
+    else:
+        source, inputs = _repeated(config, without_none(given), trust_pickle)
     result = compress_file(
-        model_source(model, arch, arch_args, trust_pickle),
+        source,
         quant_config(config, without_none(overrides)),
-        data=data,
-        input_shape=numbers(input_shape, "--input-shape", int),
-        preprocess=without_none(preprocess) or None,
         output=output,
         overwrite=overwrite,
         resume=resume,
         dry_run=dry_run,
-        synthetic=synthetic,
-        to=to,
         progress=progress,
+        **inputs,
     )
     print_report(result.report, as_json)
     if not (as_json or dry_run):
         typer.echo(f"written: {result.directory}")
+
+
+def _repeated(
+    config: Path | None, given: dict[str, Any], trust_pickle: bool
+) -> tuple[ModelSource, dict[str, Any]]:
+    """Return the network and the samples of the run that ``config`` records; ``given`` options come first.
+
+    Raises:
+        UsageError: it names none.
+    """
+    from ul2q.pipeline.compression.run_record import repeated_run
+
+    if config is None:
+        raise UsageError("MODEL is missing: give a checkpoint, or a config.json as `config`")
+    values = json_object(read_text(config, "a config.json"), str(config))
+    run = repeated_run(values, config, trust_pickle=trust_pickle)
+    inputs = {"data": run.data, "input_shape": run.input_shape, "synthetic": run.synthetic, "to": run.to}
+    if "data" in given or "synthetic" in given:  # one takes the place of the other
+        inputs |= {"data": None, "synthetic": False}
+    preprocess = {**run.preprocess, **given.pop("preprocess", {})}
+    return run.source, {**inputs, **given, "preprocess": preprocess}
 
 
 def export(

@@ -13,16 +13,20 @@ from ul2q.pipeline.cli.options import (
     Crop,
     Data,
     Debug,
+    Ignore,
     Json,
+    Mean,
     OnnxFile,
     Quiet,
     Resize,
+    Std,
     TaskName,
     TrustPickle,
+    Weights,
     model_source,
+    preprocess_options,
     print_json,
     start,
-    without_none,
 )
 from ul2q.pipeline.config import AUTO_TASK
 from ul2q.pipeline.errors import quantity
@@ -38,10 +42,14 @@ def evaluate(
     ],
     data: Data = None,
     task: TaskName = None,
+    mean: Mean = None,
+    std: Std = None,
     resize: Resize = None,
     crop: Crop = None,
     arch: Arch = None,
     arch_args: ArchArgs = None,
+    weights: Weights = None,
+    ignore: Ignore = None,
     trust_pickle: TrustPickle = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -52,9 +60,9 @@ def evaluate(
     from ul2q.pipeline.evaluation.evaluate import evaluate_file
 
     result = evaluate_file(
-        model_source(model, arch, arch_args, trust_pickle),
+        model_source(model, arch, arch_args, trust_pickle, weights, ignore),
         data,
-        changes=without_none({"resize": resize, "crop": crop}),
+        changes=preprocess_options(mean, std, resize, crop),
         task=task or AUTO_TASK,
         progress=progress,
     )
@@ -63,7 +71,8 @@ def evaluate(
         return
     shares = [f"{name} {100 * result[name]:.2f} %" for name in ("top1", "top5") if result[name] is not None]
     errors = [f"{name} {value:.4f}" for name, value in result["metrics"].items()]
-    typer.echo(f"{', '.join(shares + errors)} on {quantity(result['samples'], 'test sample')}")
+    note = f" ({result['note']})" if result["note"] else ""
+    typer.echo(f"{', '.join(shares + errors)} on {quantity(result['samples'], 'test sample')}{note}")
 
 
 def run(
@@ -72,6 +81,8 @@ def run(
         Path,
         typer.Option("--input", metavar="X", help="A .npy file [N, ...], an image, or a folder of images."),
     ],
+    mean: Mean = None,
+    std: Std = None,
     resize: Resize = None,
     crop: Crop = None,
     output: Annotated[
@@ -90,24 +101,36 @@ def run(
     Images and byte arrays are preprocessed as the file says; a .npy of floating-point numbers is taken as the
     model's input itself.
     """
-    start(quiet, debug)
-    from ul2q.pipeline.evaluation.evaluate import answers_classes, run_file, save_array
+    progress = start(quiet, debug)
+    from ul2q.pipeline.evaluation.evaluate import (
+        answers_classes,
+        class_names,
+        probabilities,
+        run_file,
+        save_array,
+    )
     from ul2q.pipeline.storage.atomic import check_output
 
     if output is not None:
         check_output(output, overwrite=True)
-    changes = without_none({"resize": resize, "crop": crop})
-    values = run_file(model, inputs, changes=changes, low_memory=low_memory)
+    changes = preprocess_options(mean, std, resize, crop)
+    values = run_file(model, inputs, changes=changes, low_memory=low_memory, progress=progress)
     if output is not None:
         save_array(output, values)
     answers = values.argmax(1).tolist() if values.ndim == 2 and answers_classes(model) else None
+    names = class_names(model)
+    named = answers is not None and len(names) == values.shape[1]
+    shares = probabilities(values).max(1).tolist() if named else None
     if as_json:
-        print_json({"samples": len(values), "shape": list(values.shape), "argmax": answers})
+        document = {"samples": len(values), "shape": list(values.shape), "argmax": answers}
+        about = {"classes": [names[i] for i in answers or []], "probabilities": shares} if named else {}
+        print_json(document | about)
     elif output is not None:
         typer.echo(f"{output}: {list(values.shape)}")
     elif answers is not None:
         for i, answer in enumerate(answers):
-            typer.echo(f"{i}: class {answer}, score {values[i, answer]:.4g}")
+            known = f"{names[answer]}, {100 * shares[i]:.1f} %" if shares else ""
+            typer.echo(f"{i}: {known or f'class {answer}, score {values[i, answer]:.4g}'}")
     elif values.ndim == 2 and values.shape[1] <= _SHOWN_NUMBERS:
         for i, row in enumerate(values):
             typer.echo(f"{i}: {', '.join(f'{value:.6g}' for value in row)}")

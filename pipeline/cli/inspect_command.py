@@ -13,9 +13,11 @@ from ul2q.pipeline.cli.options import (
     Arch,
     ArchArgs,
     Debug,
+    Ignore,
     Json,
     Quiet,
     TrustPickle,
+    Weights,
     console,
     json_object,
     model_source,
@@ -37,6 +39,8 @@ def inspect(
     ],
     arch: Arch = None,
     arch_args: ArchArgs = None,
+    weights: Weights = None,
+    ignore: Ignore = None,
     trust_pickle: TrustPickle = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -46,7 +50,7 @@ def inspect(
     start(quiet, debug)
     from ul2q.pipeline.evaluation.inspect_model import describe, describe_tables
 
-    description = describe(model_source(model, arch, arch_args, trust_pickle))
+    description = describe(model_source(model, arch, arch_args, trust_pickle, weights, ignore))
     if as_json:
         print_json(description)
     else:

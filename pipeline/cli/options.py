@@ -41,6 +41,14 @@ Arch = Annotated[
     str | None, typer.Option(help="Network of a bare state dict: a name, or package.module:callable.")
 ]
 ArchArgs = Annotated[str | None, typer.Option(metavar="JSON", help="Arguments of --arch.")]
+Weights = Annotated[
+    str | None,
+    typer.Option(metavar="KEY", help="Which weights of a file to take, for example state_dict or ema."),
+]
+Ignore = Annotated[
+    list[str] | None,
+    typer.Option(metavar="PATTERN", help="Weights of the file that no layer wants; may be repeated."),
+]
 OnnxFile = Annotated[Path, typer.Argument(metavar="MODEL.onnx", help="An ONNX file.", show_default=False)]
 TaskName = Annotated[
     str | None,
@@ -53,6 +61,10 @@ Resize = Annotated[
     typer.Option(metavar="N", help="Resize images to squares of this side; with --crop, their shorter side."),
 ]
 Crop = Annotated[int | None, typer.Option(metavar="N", help="Then cut out the middle square of this side.")]
+Mean = Annotated[
+    str | None, typer.Option(metavar="M,...", help="Mean of each channel, subtracted after scaling to 0..1.")
+]
+Std = Annotated[str | None, typer.Option(metavar="S,...", help="Standard deviation of each channel.")]
 TrustPickle = Annotated[
     bool, typer.Option("--trust-pickle", help="Load files that can run code. Only for files you trust.")
 ]
@@ -141,6 +153,18 @@ def numbers(text: str | None, option: str, kind: Callable[[str], Any]) -> tuple[
         raise UsageError(f"{option} is {text!r}: give numbers separated by commas") from error
 
 
+def preprocess_options(
+    mean: str | None, std: str | None, resize: int | None, crop: int | None
+) -> dict[str, Any]:
+    """Return the fields of the preprocessing that the options set.
+
+    Raises:
+        UsageError: ``mean`` or ``std`` are no numbers.
+    """
+    values = {"mean": numbers(mean, "--mean", float), "std": numbers(std, "--std", float)}
+    return without_none({**values, "resize": resize, "crop": crop})
+
+
 def without_none(values: dict[str, Any]) -> dict[str, Any]:
     """Drop the options that were left out.
 
@@ -168,10 +192,17 @@ def json_object(text: str, where: str) -> dict[str, Any]:
     return value
 
 
-def model_source(model: str | Path, arch: str | None, arch_args: str | None, trust: bool) -> ModelSource:
+def model_source(
+    model: str | Path,
+    arch: str | None,
+    arch_args: str | None,
+    trust: bool,
+    weights: str | None = None,
+    ignore: list[str] | None = None,
+) -> ModelSource:
     """Return the source of a network from ``MODEL`` and the options that load it; ``arch_args`` is JSON."""
     arguments = None if arch_args is None else json_object(arch_args, "--arch-args")
-    return ModelSource(Path(model), arch, arguments, trust)
+    return ModelSource(Path(model), arch, arguments, trust, weights, tuple(ignore or ()))
 
 
 def read_text(path: Path, what: str) -> str:

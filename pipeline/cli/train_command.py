@@ -12,10 +12,13 @@ from ul2q.pipeline.cli.options import (
     Data,
     Debug,
     Json,
+    Mean,
     Overwrite,
     Quiet,
     Resize,
+    Std,
     TaskName,
+    preprocess_options,
     print_json,
     shown,
     start,
@@ -28,6 +31,8 @@ from ul2q.pipeline.errors import UsageError
 def train(
     arch: Annotated[str, typer.Argument(metavar="ARCH", help="A network by name, for example lenet5.")],
     data: Data = None,
+    mean: Mean = None,
+    std: Std = None,
     resize: Resize = None,
     crop: Crop = None,
     optimizer: Annotated[str, typer.Option(help="kfac, sgd or adam.")] = "kfac",
@@ -108,7 +113,7 @@ def train(
         "refresh": int(refresh) if refresh is not None and refresh.isdecimal() else refresh,
         "rescale_weights": rescale_weights, "sync_bn": sync_bn, "fisher": fisher,
         "encoder_weights": encoder_weights, "precision": precision,
-        "device": device, "task": task, "resize": resize, "crop": crop,
+        "device": device, "task": task, **preprocess_options(mean, std, resize, crop),
     }  # fmt: skip
     config = TrainConfig(arch=arch, data=data, optimizer=optimizer, seed=seed, **without_none(settings))
     with joined(config.device) as first:

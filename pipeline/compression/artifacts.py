@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ul2q.pipeline.compression.output_formats.base import OutputFormat, WrittenModel
 from ul2q.pipeline.compression.output_formats.registry import PORTABLE
-from ul2q.pipeline.compression.report_fields import written_report
+from ul2q.pipeline.compression.report_fields import test_scores, written_report
+from ul2q.pipeline.compression.run_record import config_json
 from ul2q.pipeline.compression.run_state import CompressedNetwork, Run
-from ul2q.pipeline.data import Dataset, batches
+from ul2q.pipeline.data import Dataset, DataSplits, batches
+from ul2q.pipeline.data.data_splits import SPLIT_LATER
 from ul2q.pipeline.errors import JobError, UsageError, quantity
 from ul2q.pipeline.evaluation import measure
 from ul2q.pipeline.evaluation.parity import Parity
@@ -64,7 +65,7 @@ def write(
         "onnx_bytes": network.exported.save(files.quantized),
         "float_onnx_bytes": network.exported_float.save(files.float),
     }
-    (folder / "config.json").write_text(json.dumps(run.config.to_dict(), indent=2) + "\n")
+    (folder / "config.json").write_text(config_json(run), encoding="utf-8")
     _write_checkpoint(run, network, folder / "checkpoint.pt")
     return_freed_memory()
     with run.stage("verify"):
@@ -76,11 +77,12 @@ def write(
             "layers": report["layers"],
             "fidelity": report["fidelity"],
             "activations": report["activations"],
+            "float_operators": report["float_operators"],
             "cpu": report["cpu"],
             "size": {f"{output.format.name}_bytes": output.written.bytes for output in outputs} | size,
             **counted,
             "memory": counted["memory"] | measure.memory(files),
-            **_accuracies(run, network, outputs),
+            **_with_runtimes(run, report, outputs),
             "parity": _parities(run, outputs),
             "latency_ms": measure.latency(files),
             "load_ms": measure.loading(files),
@@ -100,12 +102,18 @@ def _write_checkpoint(run: Run, network: CompressedNetwork, path: Path) -> None:
     record = CheckpointRecord(
         source.arch,
         source.arch_args,
-        data=source.data or run.data.record(),
+        data=source.data or _split_later(run.data),
         preprocess=run.data.preprocess,
         input_shape=run.data.shape,
         classes=run.data.classes,
     )
     save_checkpoint(path, run.model, record, weights=weights)
+
+
+def _split_later(data: DataSplits) -> dict[str, Any]:
+    """Return the record of ``data`` for a network that was trained before they were split."""
+    record = data.record()
+    return {**record, "split": {**record["split"], SPLIT_LATER: True}}
 
 
 def _verified(
@@ -141,32 +149,16 @@ def _verified(
     return _Output(output_format, written, parity)
 
 
-def _accuracies(run: Run, network: CompressedNetwork, outputs: Sequence[_Output]) -> dict[str, Any]:
-    """Return the fields ``accuracy`` and ``metrics``; neither without labelled test samples."""
-    before, after = (_metrics(run, module) for module in (run.model, network.lowered.module))
-    if run.data.test is None or before is None or after is None:
-        return {}
-    every = isinstance(run.task, Several)
-    scores = {
-        output.format.runtime: None if module is None else _metrics(run, module)
-        for output in outputs
-        for module in [output.format.score(output.written, every=every)]
-    }
-    name = run.metric_name
-    return {
-        "accuracy": {
-            "metric": name,
-            "samples": len(run.data.test),
-            "float": before[name],
-            "quantized": after[name],
-            **{runtime: None if metrics is None else metrics[name] for runtime, metrics in scores.items()},
-        },
-        "metrics": {
-            other: {"float": value, "quantized": after.get(other)}
-            for other, value in before.items()
-            if other != name
-        },
-    }
+def _with_runtimes(run: Run, report: Report, outputs: Sequence[_Output]) -> dict[str, Any]:
+    """Return the fields ``accuracy`` and ``metrics`` of the report so far, with the score of each file."""
+    accuracy: dict[str, Any] = dict(report["accuracy"])
+    if accuracy["float"] is not None:
+        every = isinstance(run.task, Several)
+        for output in outputs:
+            module = output.format.score(output.written, every=every)
+            metrics = None if module is None else test_scores(run, module)
+            accuracy[output.format.runtime] = None if metrics is None else metrics[run.metric_name]
+    return {"accuracy": accuracy, "metrics": report["metrics"]}
 
 
 def _parities(run: Run, outputs: Sequence[_Output]) -> dict[str, Any]:
@@ -179,12 +171,6 @@ def _parities(run: Run, outputs: Sequence[_Output]) -> dict[str, Any]:
     if isinstance(run.task, Classification):
         return entries
     return {name: {**entry, "argmax_agreement": None} for name, entry in entries.items()}
-
-
-def _metrics(run: Run, module: nn.Module) -> dict[str, float] | None:
-    metrics = run.test_metrics(module)
-    return_freed_memory()
-    return metrics
 
 
 def _first_samples(dataset: Dataset, count: int) -> Iterator[Sequence[Tensor]]:

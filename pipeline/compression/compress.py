@@ -21,6 +21,7 @@ from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.data import Dataset, as_splits
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.graph.input_types import input_names
+from ul2q.pipeline.importers.quantized_sources import check_float
 from ul2q.pipeline.importers.source import ModelSource
 from ul2q.pipeline.importers.state_dict import check_finite
 from ul2q.pipeline.progress import Progress
@@ -55,6 +56,7 @@ def compress(
     Returns:
         The compressed network; `CompressedModel.save` writes and verifies its files.
     """
+    check_float(model, type(model).__name__)
     if task is not None:
         config = replace(config, task=task)
     check_finite(model.state_dict(), type(model).__name__)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch.nn.utils import parametrize
 from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.data import Inputs
 from ul2q.pipeline.graph.batch_norm import BATCH_NORMS
+from ul2q.pipeline.graph.folding import weight_quantizer
 from ul2q.pipeline.graph.prepare import Prepared
 from ul2q.pipeline.tasks.losses import Loss, default_loss
 
@@ -46,6 +48,12 @@ def with_lower_rate(config: QuantConfig) -> QuantConfig:
     if config.lr is not None:
         return config
     return dataclasses.replace(config, lr=_SYNTHETIC_FACTOR * _LEARNING_RATES[config.optimizer])
+
+
+def as_it_takes_effect(config: QuantConfig) -> QuantConfig:
+    """Return ``config`` with the numbers that its defaults stand for."""
+    lr = config.lr if config.lr is not None else _LEARNING_RATES[config.optimizer]
+    return dataclasses.replace(config, epochs=config.finetune_epochs, lr=lr)
 
 
 def make_optimizer(module: nn.Module, config: QuantConfig) -> torch.optim.Optimizer:
@@ -124,6 +132,28 @@ class _Tuner:
         self.best = state["best"]
 
 
+@contextmanager
+def _pruned_weights_kept(module: nn.Module) -> Iterator[None]:
+    """Keep the weights that are 0 where 0 is a level, as they are: their gradients are 0.
+
+    Yields:
+        Nothing.
+    """
+    handles = []
+    for layer in module.modules():
+        if not parametrize.is_parametrized(layer, "weight"):
+            continue
+        step, weight = weight_quantizer(layer).step, cast(Any, layer).parametrizations.weight.original
+        if step is not None and step.zero and weight.requires_grad:
+            kept = (weight.detach() != 0).to(weight.dtype)
+            handles.append(weight.register_hook(lambda gradient, kept=kept: gradient * kept))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def finetune(
     prepared: Prepared,
     teacher: nn.Module,
@@ -173,7 +203,8 @@ def finetune(
         tuner.best = begun
         tuner.keep_if_best(score())
     for epoch in range(finished, epochs):
-        mean_loss = tuner.epoch(batches(epoch))
+        with _pruned_weights_kept(prepared.module):
+            mean_loss = tuner.epoch(batches(epoch))
         refit()
         result = EpochResult(epoch + 1, mean_loss, score() if score is not None else None)
         tuner.keep_if_best(result.score)

@@ -10,10 +10,12 @@ from typing import Any
 
 from ul2q.pipeline.compression.output_formats.base import OutputFormat
 from ul2q.pipeline.compression.resume import ResumeState, key_of
+from ul2q.pipeline.compression.run_record import inputs_record
 from ul2q.pipeline.compression.run_state import Run
 from ul2q.pipeline.compression.samples import draw_samples, load_samples
 from ul2q.pipeline.compression.synthetic import SYNTHETIC_WARNING
 from ul2q.pipeline.config import QuantConfig
+from ul2q.pipeline.data.preprocess import UNSTATED
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.graph.input_types import input_names
 from ul2q.pipeline.importers.model_file import load_model
@@ -74,9 +76,16 @@ def load_run(
         notes = [*notes, SYNTHETIC_WARNING]
     else:
         splits = load_samples(checkpoint, samples.data, shape, preprocess)
+        if checkpoint.preprocess is None and splits.preprocess.lacks_statistics:
+            notes = [*notes, UNSTATED]
+    progress.line(f"preprocessing: {splits.preprocess.describe()}")
     for output_format in formats:
         output_format.check(input_names(checkpoint.model))
-    run = Run(checkpoint.model, splits, config, progress, source=checkpoint, notes=tuple(notes))
+    names = [output_format.name for output_format in formats]
+    inputs = inputs_record(source, checkpoint, splits, synthetic=samples.synthetic, formats=names)
+    run = Run(
+        checkpoint.model, splits, config, progress, source=checkpoint, notes=tuple(notes), inputs=inputs
+    )
     run.seconds["load"] = time.perf_counter() - started
     return run
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from ul2q.exporters.onnx.export import export_float, export_lowered
-from ul2q.pipeline.compression.finetune import with_lower_rate
+from ul2q.pipeline.compression.finetune import as_it_takes_effect, with_lower_rate
 from ul2q.pipeline.compression.output_formats.base import OutputFormat
 from ul2q.pipeline.compression.report_fields import network_report, planned_report
 from ul2q.pipeline.compression.result import CompressedModel
@@ -22,6 +23,7 @@ from ul2q.pipeline.compression.stages import (
 )
 from ul2q.pipeline.evaluation import measure
 from ul2q.pipeline.formats import metadata as metadata_keys
+from ul2q.pipeline.graph.capture import Captured
 from ul2q.pipeline.graph.lower import lower
 from ul2q.pipeline.graph.prepare import prepare
 from ul2q.pipeline.quantize.registry import QUANTIZERS
@@ -39,15 +41,15 @@ def run_stages(run: Run, formats: Sequence[OutputFormat] = ()) -> CompressedMode
     Returns:
         The compressed network, not yet written.
     """
-    if run.is_synthetic:
-        run = replace(run, config=with_lower_rate(run.config))
+    config = with_lower_rate(run.config) if run.is_synthetic else run.config
+    run = replace(run, config=as_it_takes_effect(config))
     config = run.config
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         with run.stage("capture"):
             run, captured = capture_network(run)
         run = with_task(run, captured)
-        metadata = _metadata(run)
+        metadata = _metadata(run, captured)
         with run.stage("prepare"):
             prepared = prepare(captured, config)
             # Before anything else, to learn whether torch.onnx can write the network's operators.
@@ -81,10 +83,18 @@ def plan(run: Run, formats: Sequence[OutputFormat]) -> Report:
     return planned_report(run, captured, prepared)
 
 
-def _metadata(run: Run) -> dict[str, str]:
+def _metadata(run: Run, captured: Captured) -> dict[str, str]:
     metadata = {metadata_keys.PREPROCESS: json.dumps(run.data.preprocess.to_dict(), sort_keys=True)}
     if not isinstance(run.task, Classification):
         metadata[metadata_keys.TASK] = run.task.name
     if run.source is not None:
         metadata[metadata_keys.SOURCE_SHA256] = run.source.sha256
+        if run.source.data is not None and run.data.unseen(run.source.data) and "digest" in run.data.split:
+            held_out = {"data": Path(run.data.spec).name, "digest": run.data.split["digest"]}
+            metadata[metadata_keys.HELD_OUT] = json.dumps(held_out, sort_keys=True)
+    if captured.dynamic:
+        shapes = zip(captured.input_names, (list(x.shape[1:]) for x in run.example()), strict=True)
+        metadata[metadata_keys.EXAMPLE] = json.dumps(dict(shapes), sort_keys=True)
+    if run.data.classes is not None:
+        metadata[metadata_keys.CLASSES] = json.dumps(list(run.data.classes), ensure_ascii=False)
     return metadata

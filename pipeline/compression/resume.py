@@ -18,7 +18,7 @@ from torch import nn
 
 from ul2q.pipeline.compression.corrections import BatchNormChoice
 from ul2q.pipeline.compression.finetune import EpochResult
-from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.errors import UsageError, listed
 from ul2q.pipeline.graph.prepare import Prepared
 from ul2q.pipeline.storage.atomic import beside
 from ul2q.pipeline.storage.torch_save import write_as_it_is
@@ -107,7 +107,7 @@ class ResumeState:
         expected = dict(self.key)
         names = {*expected, *recorded}
         if different := sorted(name for name in names if expected.get(name) != recorded.get(name)):
-            shown = ", ".join(f"{name} {recorded.get(name)!r:.60}" for name in different)
+            shown = listed(f"{name} {recorded.get(name)!r:.60}" for name in different)
             raise UsageError(
                 f"the interrupted run was started with {shown}: resume with the same, or leave out `resume`"
             )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -49,6 +50,7 @@ class Run:
         source: the checkpoint that the network came from, if any.
         resume: where finished stages are saved, if anywhere.
         notes: warnings from loading the model and its samples.
+        inputs: what names the network and the samples, for config.json; empty if they were objects in Python.
         seconds: duration of each stage so far; `stage` adds to it.
     """
 
@@ -63,6 +65,7 @@ class Run:
     source: Checkpoint | None = None
     resume: ResumeState | None = None
     notes: tuple[str, ...] = ()
+    inputs: Mapping[str, Any] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
@@ -93,21 +96,30 @@ class Run:
 
     def calibration(self) -> Iterator[tuple[Tensor, ...]]:
         """Yield the inputs of one pass over the calibration samples, shuffled by the seed."""
-        count = len(self.train)
+        count = sum(map(len, self._calibration_parts()))
         with self.progress.bar("calibrate", min(self.config.samples or count, count)) as bar:
             for inputs in self._calibration_inputs():
                 yield inputs
                 bar.advance(len(inputs[0]))
 
     def _calibration_inputs(self) -> Iterator[tuple[Tensor, ...]]:
-        left = self.config.samples or len(self.train)
+        parts = self._calibration_parts()
+        left = self.config.samples or sum(map(len, parts))
         fitting = max(2, _CALIBRATION_ELEMENTS // math.prod(self.data.shape))
         size = min(self.config.batch_size, fitting)
-        for inputs, _ in batches(self.train, size, seed=self.config.seed):
-            yield tuple(x[:left] for x in inputs)
-            left -= len(inputs[0])
-            if left <= 0:
-                return
+        for part in parts:
+            for inputs, _ in batches(part, size, seed=self.config.seed):
+                yield tuple(x[:left] for x in inputs)
+                left -= len(inputs[0])
+                if left <= 0:
+                    return
+
+    def _calibration_parts(self) -> list[Dataset]:
+        """Return the samples to calibrate on, with those of the validation where these choose nothing."""
+        validation = self.data.validation
+        if validation is None or self.config.finetune_epochs or self.config.as_published:
+            return [self.train]
+        return [self.train, validation]
 
     @property
     def is_synthetic(self) -> bool:

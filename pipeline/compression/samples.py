@@ -11,7 +11,7 @@ from ul2q.pipeline.compression.synthetic import synthetic_splits
 from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.data import DataSplits, Preprocess, load_data
 from ul2q.pipeline.data.sources import registry
-from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.errors import UsageError, listed
 from ul2q.pipeline.graph.capture import capture
 from ul2q.pipeline.graph.input_types import input_names
 from ul2q.pipeline.importers.checkpoint import Checkpoint
@@ -81,7 +81,7 @@ def draw_samples(
     """
     names, shape = input_names(checkpoint.model), input_shape or checkpoint.input_shape
     if len(names) > 1:
-        raise UsageError(f"`synthetic` draws one input, the network takes {', '.join(names)}: give `data`")
+        raise UsageError(f"`synthetic` draws one input, the network takes {listed(names)}: give `data`")
     if shape is None:
         raise UsageError(
             f"`synthetic` needs `input_shape`: {checkpoint.path.name} does not record what it takes"

@@ -19,7 +19,8 @@ from ul2q.pipeline.compression.weight_rounding import move_into_cells
 from ul2q.pipeline.data import Inputs, batches
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.graph.capture import Captured, capture
-from ul2q.pipeline.graph.input_types import adapt_inputs
+from ul2q.pipeline.graph.dynamic_axes import requested_axes
+from ul2q.pipeline.graph.input_types import adapt_inputs, input_names
 from ul2q.pipeline.graph.prepare import Prepared
 from ul2q.pipeline.importers.model_file import check_translation
 from ul2q.pipeline.tasks import Classification, settle
@@ -36,7 +37,12 @@ def capture_network(run: Run) -> tuple[Run, Captured]:
     """
     run = replace(run, data=adapt_inputs(run.model, run.data))
     check_translation(run.source, run.example())
-    return run, capture(run.model, run.example(), own_tensors=False)
+    example = run.example()
+    names = input_names(run.model)
+    if len(names) != len(example):  # a forward(*inputs) names none
+        names = ("input",) if len(example) == 1 else tuple(f"input_{i}" for i in range(len(example)))
+    dynamic = requested_axes(run.model, names, run.config.dynamic)
+    return run, capture(run.model, example, own_tensors=False, dynamic=dynamic)
 
 
 def with_task(run: Run, captured: Captured) -> Run:

@@ -75,19 +75,26 @@ def round_weights(prepared: Prepared, reference: nn.Module, inputs: Sequence[Ten
 
 
 def move_into_cells(prepared: Prepared) -> None:
-    """Move float weights into the cells of their codes, in place: training starts from these codes."""
+    """Move float weights into the cells of their codes, in place: training starts from these codes.
+
+    A weight that another layer reads too, such as a tied embedding, stays where it is and starts from its own
+    codes.
+    """
+    readers = Counter(id(p) for _, p in prepared.module.named_parameters(remove_duplicate=False))
     for layer in prepared.module.modules():
         if not parametrize.is_parametrized(layer, "weight"):
             continue
         quantizer, weight = weight_quantizer(layer), master_weight(layer)
         if quantizer.codes.numel() and quantizer.step is not None:
             codes, _ = quantizer.quantize(weight.numpy())
-            moved = weights_with_codes(
-                weight.numpy(), codes, quantizer.k, quantizer.step, quantizer.channel_axis
-            )
+            weights: Any = layer.parametrizations
+            moved = None
+            if readers[id(weights.weight.original)] == 1:
+                moved = weights_with_codes(
+                    weight.numpy(), codes, quantizer.k, quantizer.step, quantizer.channel_axis
+                )
             quantizer.set_step(quantizer.step if moved is None else moved[1])
             if moved is not None:
-                weights: Any = layer.parametrizations
                 # Another parameter: the float network shares the old one.
                 weights.weight.original = nn.Parameter(torch.from_numpy(moved[0]))
 
@@ -123,6 +130,8 @@ def _round(layer: nn.Module, arguments: tuple[Any, ...]) -> None:
     for damping in (DAMPING,) if enough else (DAMPING, *_STRONGER_DAMPING):
         q = rows.unpack(round_second_order(w, moment, steps, offsets, quantizer.k, damping, SWEEPS))
         q = torch.where(_to_channels(varying, weight.ndim), q.to(torch.int8), own)
+        if quantizer.step is not None and quantizer.step.zero:
+            q = torch.where(weight == 0, own, q)  # pruned weights stay 0
         value = error(q)
         if value < least:
             least, best = value, q

@@ -25,6 +25,8 @@ from ul2q.pipeline.quantize.steps import Step, candidates, choose_step
 
 # A channel that hardly varies still counts this part of the mean: its errors must not be free.
 _LEAST_IMPORTANCE = 1e-3
+# From this share of exact zeros on, 0 is a level: the weight was pruned, and stays sparse.
+_PRUNED = 0.2
 
 
 @torch.no_grad()
@@ -122,7 +124,11 @@ class _LayerProblem:
         """Return the chosen step; its error is relative to the variance of the output."""
         power = self._power(torch.from_numpy(self.weight))
         granularity = "tensor" if self.operator.transposed else config.granularity
-        steps = candidates(self.weight, self.k, config.step, granularity, self.importance)
+        before: Step = weight_quantizer(self.layer).step  # type: ignore[assignment]  # not of other rules
+        zeros = float((self.weight == 0).mean())
+        # Fine-tuned weights are no exact zeros any more, where the optimiser changes all together.
+        zero = self.k > 1 and (zeros >= _PRUNED or before.zero) and config.step != "paper"
+        steps = candidates(self.weight, self.k, config.step, granularity, self.importance, zero=zero)
         size = self.weight.size // len(self.weight)
         return choose_step(
             steps, lambda step: self.output_error(step) / power if power else 0.0, self.k, size

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 from ul2q.pipeline.data.datasets import ColumnDataset, Dataset
@@ -18,6 +20,8 @@ from ul2q.pipeline.errors import UsageError
 
 #: names of the parts
 PARTS: Final = ("train", "validation", "test")
+#: entry in the record of a split that was made after the network had been trained
+SPLIT_LATER: Final = "after_training"
 
 Parts = Mapping[str, Dataset | None]
 
@@ -78,6 +82,20 @@ class DataSplits:
         """Whether the samples have masks."""
         return any(part.dense for part in self.parts)
 
+    def unseen(self, recorded: Mapping[str, Any] | None) -> bool:
+        """Return whether a network was certainly not trained on the test samples.
+
+        It was not if the source sets them apart, or if this split was in use at its training.
+
+        Args:
+            recorded: what the network's checkpoint records of its training data, see `record`.
+        """
+        if "test" in self.split.get("given", ()):
+            return True
+        split, spec = (recorded or {}).get("split") or {}, (recorded or {}).get("spec") or ""
+        same = split.get("digest") == self.split.get("digest") and Path(spec).name == Path(self.spec).name
+        return same and SPLIT_LATER not in split and "digest" in split
+
     def record(self) -> dict[str, Any]:
         """Return what a checkpoint records under ``data``."""
         return {"spec": self.spec, "split": dict(self.split)}
@@ -134,6 +152,9 @@ def hold_out(
 ) -> tuple[dict[str, Dataset | None], dict[str, Any]]:
     """Hold out validation and test samples of ``data``, but for parts that exist separately.
 
+    Validation samples that exist separately, without test samples, become the test samples: figures are of
+    what nothing was trained or chosen on.
+
     Args:
         data: the samples to split, stratified by their labels if these are known beforehand.
         separate: validation and test samples of the source itself, where it has them.
@@ -141,9 +162,13 @@ def hold_out(
             samples with masks a tenth each.
 
     Returns:
-        The parts, and the record of the split.
+        The parts, and the record of the split; its ``given`` are the parts that existed.
     """
     existing = {name: part for name, part in (separate or {}).items() if part is not None}
+    given = sorted(existing)
+    if given == ["validation"]:
+        existing = {"test": existing["validation"]}
+        given = ["test"]
     number = len(data)
     validation, test = counts or (round(0.1 * number), round((0.1 if data.dense else 0.2) * number))
     split = split_rows(
@@ -153,14 +178,37 @@ def hold_out(
         test=0 if "test" in existing else test,
     )
     parts = {name: data.subset(rows) if len(rows := getattr(split, name)) else None for name in PARTS}
-    return parts | existing, split.describe() | {name: len(part) for name, part in existing.items()}
+    sizes = {name: len(part) for name, part in existing.items()}
+    return parts | existing, split.describe() | sizes | {"given": given}
 
 
 def with_types(splits: DataSplits, types: Sequence[torch.dtype]) -> DataSplits:
-    """Return ``splits`` with inputs of the given ``types``; inputs other than float32 are not augmented."""
+    """Return ``splits`` with inputs of the given ``types``; inputs other than float32 are not augmented.
+
+    Raises:
+        UsageError: bytes were given, and the first input is none.
+    """
+    dtype = "uint8" if types[0] == torch.uint8 else "float32"
+    if splits.preprocess.dtype != dtype:
+        changed = dataclasses.replace(splits.preprocess, dtype=dtype)
+        if dtype == "float32":
+            _check_floats(splits.parts[0], changed)
+        splits = dataclasses.replace(
+            splits.map(lambda part: part.with_preprocess(changed)), preprocess=changed
+        )
     if all(kind == torch.float32 for kind in types):
         return splits
     return splits.map(lambda part: dataclasses.replace(part, types=tuple(types), augmentation=None))
+
+
+def _check_floats(part: Dataset, preprocess: Preprocess) -> None:
+    """Check that samples which come as bytes are floats for a model in truth, that is 0 and 1.
+
+    Raises:
+        UsageError: they are not.
+    """
+    (x, *_), _ = part.fetch(np.arange(min(len(part), 64)))
+    preprocess.resolve(np.dtype(np.uint8), float(x.min()), float(x.max()), part.describe(0).partition(":")[0])
 
 
 def without_channel(splits: DataSplits) -> DataSplits | None:

@@ -35,12 +35,15 @@ class Dataset(ABC):
         num_classes: labels lie in 0..num_classes-1; None if unknown or without labels.
         augmentation: kind of augmentation that suits the samples (see ``augment.py``), or None.
         types: type of each input, for example int64 of token numbers; None means float32 everywhere.
+        given_types: type of each input where the samples come from, None where preprocessing changes the
+            values; None if unknown.
     """
 
     labels: np.ndarray | None = None
     num_classes: int | None = None
     augmentation: str | None = None
     types: tuple[torch.dtype, ...] | None = None
+    given_types: tuple[torch.dtype | None, ...] | None = None
 
     @abstractmethod
     def __len__(self) -> int:
@@ -105,6 +108,10 @@ class Dataset(ABC):
     @abstractmethod
     def subset(self, rows: np.ndarray) -> Self:
         """Return the dataset of ``rows`` only, renumbered from 0; values are shared."""
+
+    def with_preprocess(self, preprocess: Preprocess) -> Self:  # noqa: ARG002  (some have none of their own)
+        """Return the dataset with another preprocessing of its first input, if it does any."""
+        return self
 
     @abstractmethod
     def describe(self, row: int) -> str:
@@ -217,6 +224,13 @@ class ColumnDataset(Dataset):
             masks=None if self.masks is None else self.masks.subset(rows),
             targets=None if self.targets is None else self.targets.subset(rows),
             labels=self._labels_of(rows),
+        )
+
+    def with_preprocess(self, preprocess: Preprocess) -> Self:
+        """Return the dataset with another preprocessing of its first input."""
+        first: Any = self.columns[0]
+        return dataclasses.replace(
+            self, columns=(dataclasses.replace(first, preprocess=preprocess), *self.columns[1:])
         )
 
     def describe(self, row: int) -> str:

@@ -21,6 +21,12 @@ from ul2q.pipeline.data.preprocess import Preprocess
 from ul2q.pipeline.errors import UsageError
 
 
+def torch_type(dtype: np.dtype) -> torch.dtype | None:
+    """Return torch's type of an array of ``dtype``, None if torch does not compute with it."""
+    known = {"uint8", "int8", "int16", "int32", "int64", "bool", "float32"}
+    return getattr(torch, dtype.name) if dtype.name in known else None
+
+
 class Column(ABC):
     """Values of one input, rows 0..len-1.
 
@@ -31,6 +37,11 @@ class Column(ABC):
 
     preprocess: Preprocess
     shape: tuple[int, ...]
+
+    @property
+    def given_type(self) -> torch.dtype | None:
+        """Type of the values where they come from; None where fetched values are others."""
+        return None
 
     @abstractmethod
     def __len__(self) -> int:
@@ -72,6 +83,11 @@ class ArrayColumn(Column):
     where: str
     channels_last: bool = False
     channel_added: bool = False
+
+    @property
+    def given_type(self) -> torch.dtype | None:
+        """Type of the array; None where fetched values are others."""
+        return torch_type(self.raw.dtype) if self.preprocess.keeps_values else None
 
     def __len__(self) -> int:
         """Return the number of rows."""

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ul2q.pipeline.data.input_columns import torch_type
 from ul2q.pipeline.data.input_names import match_names
-from ul2q.pipeline.errors import UsageError, quantity
+from ul2q.pipeline.errors import UsageError, listed, quantity
 
 
 def is_array(value: Any) -> bool:
@@ -25,11 +26,16 @@ def as_numpy(value: Any) -> np.ndarray:
     return (plain.float() if plain.dtype == torch.bfloat16 else plain).numpy()
 
 
+def given_type(value: Any) -> torch.dtype | None:
+    """Return the type of an input as its owner gives it, None if torch does not compute with it."""
+    return value.dtype if isinstance(value, torch.Tensor) else torch_type(np.asarray(value).dtype)
+
+
 def accepted_forms(input_names: Sequence[str]) -> str:
     """Return the forms of a sample or batch, for messages."""
     if len(input_names) == 1:
         return "give arrays x or (x, y)"
-    shown = ", ".join(input_names)
+    shown = listed(input_names)
     return f"the network takes {quantity(len(input_names), 'input')}: give ({shown}) or ({shown}, y)"
 
 

@@ -12,6 +12,11 @@ from torch.nn import functional as F
 
 from ul2q.pipeline.errors import UsageError, quantity
 
+#: what is said where nothing states the mean and the standard deviation that a network was trained with
+UNSTATED = (
+    "nothing states the `mean` and `std` that the network was trained with: samples are only scaled to 0..1"
+)
+
 
 def _shown(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))
@@ -28,6 +33,11 @@ class Preprocess:
         scale: factor for raw values; None means 1/255 for uint8 and 1 for every other type.
         mean: for each channel, subtracted after scaling.
         std: for each channel, divided by after that.
+        channels: order of the channels of colour images, always ``RGB``.
+        interpolation: how images are resized, always ``bilinear``.
+        antialias: whether images are smoothed where they shrink, always.
+        dtype: type of the model's input, ``float32`` or ``uint8``: bytes as they are.
+        raw: whether the model scales raw values itself, so that bytes are right though nothing scales them.
     """
 
     layout: str = "NCHW"
@@ -36,6 +46,11 @@ class Preprocess:
     scale: float | None = None
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
+    channels: str = "RGB"
+    interpolation: str = "bilinear"
+    antialias: bool = True
+    dtype: str = "float32"
+    raw: bool = False
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -45,6 +60,12 @@ class Preprocess:
         """
         if self.layout != "NCHW":
             raise UsageError(f"`layout` is {self.layout!r}: models take NCHW")
+        if (self.channels, self.interpolation, self.antialias) != ("RGB", "bilinear", True):
+            raise UsageError(
+                "the preprocessing is other than RGB, bilinear with antialiasing: prepare the samples"
+            )
+        if self.dtype not in {"float32", "uint8"}:
+            raise UsageError(f"the preprocessing gives {self.dtype}: it can give float32 or uint8")
         for name in ("resize", "crop", "scale"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -56,6 +77,30 @@ class Preprocess:
                 f"{quantity(len(self.mean), 'mean value')} and "
                 f"{quantity(len(self.std), 'std value')}: give one a channel"
             )
+
+    def describe(self) -> str:
+        """Return in words what is done to raw samples."""
+        sides = {"resize": self.resize, "crop": self.crop}
+        parts = [f"{name} {side}" for name, side in sides.items() if side is not None]
+        if self.scale not in {None, 1}:
+            parts.append(f"scale 1/{1 / self.scale:g}")
+        statistics = {"mean": self.mean, "std": self.std}
+        parts += [
+            f"{name} {', '.join(f'{value:.4g}' for value in values)}"
+            for name, values in statistics.items()
+            if values is not None
+        ]
+        return ", ".join(parts) or "none"
+
+    @property
+    def keeps_values(self) -> bool:
+        """Whether raw samples are inputs as they are."""
+        return self.scale == 1 and {self.mean, self.std, self.resize, self.crop} == {None}
+
+    @property
+    def lacks_statistics(self) -> bool:
+        """Whether bytes are only scaled to 0..1, without a mean and a standard deviation."""
+        return self.scale is not None and self.scale < 0.5 and self.mean is None and self.std is None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON types."""
@@ -92,7 +137,7 @@ class Preprocess:
         """
         if self.scale is None:
             return dataclasses.replace(self, scale=1 / 255 if dtype == np.uint8 else 1.0)
-        is_byte_like = dtype == np.uint8 and high > 1
+        is_byte_like = dtype == np.uint8 and high > 1 and self.dtype != "uint8" and not self.raw
         if is_byte_like and self.scale == 1.0 and max(self.mean or (0.0,)) <= 1:
             raise UsageError(
                 f"{where}: the values are bytes up to {high:g}, the model was trained on unscaled floats: "

@@ -34,8 +34,17 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default
 from ul2q.pipeline.data.data_splits import PARTS, DataSplits, hold_out, make_splits
 from ul2q.pipeline.data.datasets import Dataset, ItemDataset, check_labels
 from ul2q.pipeline.data.input_names import match_names
-from ul2q.pipeline.data.items import accepted_forms, as_batch, as_numpy, as_sample, is_array, split_target
-from ul2q.pipeline.data.load import load_data
+from ul2q.pipeline.data.items import (
+    accepted_forms,
+    as_batch,
+    as_numpy,
+    as_sample,
+    given_type,
+    is_array,
+    split_target,
+)
+from ul2q.pipeline.data.load import load_data, parts_spec
+from ul2q.pipeline.data.preprocess import Preprocess
 from ul2q.pipeline.data.raw_datasets import SampleFormat, checked_labels, part_dataset, with_targets
 from ul2q.pipeline.data.raw_parts import Arrays, RawPart
 from ul2q.pipeline.data.targets import (
@@ -106,6 +115,11 @@ def as_splits(
         return load_data(data, input_shape=input_shape, classes=num_classes, input_names=input_names)
     shape = None if input_shape is None else tuple(input_shape)
     expected = _Expected(tuple(input_names) or ("input",), shape, num_classes, limit)
+    if isinstance(data, Mapping) and data and all(isinstance(part, str | Path) for part in data.values()):
+        if unknown := sorted(set(data) - set(PARTS)):
+            raise UsageError(f"unknown parts of the data {unknown}: use {', '.join(PARTS)}")
+        data = parts_spec(data)
+        return load_data(data, input_shape=input_shape, classes=num_classes, input_names=input_names)
     if isinstance(data, Mapping) and match_names(data, expected.input_names) is None:
         return _named_parts(data, expected)
     dataset, splittable = _dataset(data, expected)
@@ -119,9 +133,17 @@ def _named_parts(data: Mapping[str, Any], expected: _Expected) -> DataSplits:
             f"unknown parts of the data {unknown}: use {', '.join(PARTS)}; or "
             f"{accepted_forms(expected.input_names)}"
         )
-    parts = {name: _dataset(data[name], expected)[0] for name in PARTS if data.get(name) is not None}
+    read = {name: _dataset(data[name], expected) for name in PARTS if data.get(name) is not None}
+    parts = {name: dataset for name, (dataset, _) in read.items()}
+    given = sorted(parts)
+    if given == ["train", "validation"]:
+        train, splittable = read["train"]
+        held, record = hold_out(
+            train, {"validation": parts["validation"]}, counts=None if splittable else (0, 0)
+        )
+        return make_splits(held, spec=_SPEC, record=record | {"given": ["test", "train"]})
     sizes = {name: len(parts.get(name, ())) for name in PARTS}
-    return make_splits(parts, spec=_SPEC, record={**sizes, "given": sorted(parts)})
+    return make_splits(parts, spec=_SPEC, record={**sizes, "given": given})
 
 
 def _dataset(data: Any, expected: _Expected) -> tuple[Dataset, bool]:
@@ -200,7 +222,9 @@ def _from_arrays(
         part = dataclasses.replace(part, targets=dataclasses.replace(part.targets, format=form))
     labels = checked_labels(part, expected.num_classes)
     classes = None if labels is None else expected.num_classes or int(labels.max()) + 1
-    return part_dataset(part, labels, SampleFormat(shape=expected.shape, num_classes=classes))
+    # Whether bytes are what the network takes is seen when it runs on them, see `input_types`.
+    preprocess = Preprocess(scale=1.0, dtype="uint8" if arrays[0].dtype == np.uint8 else "float32")
+    return part_dataset(part, labels, SampleFormat(preprocess, expected.shape, classes))
 
 
 def _from_items(data: Any, expected: _Expected) -> Dataset:
@@ -208,20 +232,21 @@ def _from_items(data: Any, expected: _Expected) -> Dataset:
         raise UsageError("the dataset contains no samples")
     names = expected.input_names
     inputs, y = as_sample(data[0], names, "item 0 of the dataset")
+    types = tuple(map(given_type, split_target(data[0], names, "item 0 of the dataset")[0]))
     shapes = tuple(tuple(x.shape) for x in inputs)
     if expected.shape is not None and shapes[0] != expected.shape:
         raise UsageError(f"the dataset's samples have shape {shapes[0]}, the model takes {expected.shape}")
     rows = np.arange(len(data))
     if y is None:
-        return ItemDataset(data, rows, names, shapes)
+        return ItemDataset(data, rows, names, shapes, given_types=types)
     if (form := _item_format(data, y, expected)) is not None:
-        return ItemDataset(data, rows, names, shapes, format=form)
+        return ItemDataset(data, rows, names, shapes, format=form, given_types=types)
     labels, num_classes = _listed_labels(data, expected.num_classes), expected.num_classes
     if num_classes is None and labels is not None:
         num_classes = int(labels.max()) + 1
     if num_classes is None and isinstance(data, TensorDataset):
         num_classes = int(check_labels(as_numpy(data.tensors[-1]), None, "the dataset").max()) + 1
-    return ItemDataset(data, rows, names, shapes, labels=labels, num_classes=num_classes)
+    return ItemDataset(data, rows, names, shapes, labels=labels, num_classes=num_classes, given_types=types)
 
 
 def _item_format(data: Any, first: Any, expected: _Expected) -> TargetFormat | None:
@@ -278,6 +303,7 @@ def _spooled(items: Iterator[Any], expected: _Expected) -> Dataset:
         UsageError: no samples, or batches that do not fit together.
     """
     shapes: list[tuple[int, ...]] = []
+    types: tuple[torch.dtype | None, ...] = ()
     targets: list[tuple[np.ndarray, ...]] = []
     several, count = False, 0
     with ExitStack() as stack:
@@ -286,6 +312,7 @@ def _spooled(items: Iterator[Any], expected: _Expected) -> Dataset:
             where = f"batch {number} of the data"
             arrays, y = as_batch(item, expected.input_names, where)
             shapes = shapes or [x.shape[1:] for x in arrays]
+            types = types or tuple(map(given_type, arrays))
             if [x.shape[1:] for x in arrays] != shapes:
                 raise UsageError(f"{where} has samples {[x.shape[1:] for x in arrays]}, the first {shapes}")
             if (y is None) != (not targets) and number > 0:
@@ -303,7 +330,8 @@ def _spooled(items: Iterator[Any], expected: _Expected) -> Dataset:
         if not count:
             raise UsageError("the data contain no samples")
         spooled = [_mapped(file, (count, *shape)) for file, shape in zip(files, shapes, strict=True)]
-    return _from_arrays(spooled, _joined(targets, several), expected)
+    dataset = _from_arrays(spooled, _joined(targets, several), expected)
+    return dataclasses.replace(dataset, given_types=types)
 
 
 def _joined(

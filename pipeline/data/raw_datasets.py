@@ -79,7 +79,7 @@ def assemble(data: RawData, spec: str, shape: tuple[int, ...] | None, num_classe
     return make_splits(
         parts,
         spec=spec,
-        record=record | {"given": sorted(separate)},
+        record=record,
         classes=data.classes if num_classes is not None else None,
         num_classes=num_classes,
         preprocess=train.preprocess,
@@ -207,6 +207,7 @@ def part_dataset(part: RawPart, labels: np.ndarray | None, form: SampleFormat) -
     return ColumnDataset(
         columns, masks, part.targets, labels=labels, augmentation=form.augmentation,
         num_classes=None if no_classes else form.num_classes,
+        given_types=tuple(column.given_type for column in columns),
     )  # fmt: skip
 
 

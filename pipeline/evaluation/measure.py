@@ -14,6 +14,7 @@ from ul2q.pipeline.formats import metadata as metadata_keys
 from ul2q.pipeline.graph.folding import master_weight, weight_quantizer
 from ul2q.pipeline.graph.integer_modules import LoweredWeight
 from ul2q.pipeline.graph.lower import Lowered
+from ul2q.pipeline.graph.operators.registry import moving_operator
 from ul2q.pipeline.graph.prepare import LayerPlan, Prepared
 from ul2q.pipeline.quantize.fake import WeightQuantizer
 from ul2q.pipeline.quantize.grid import dequantize
@@ -32,7 +33,7 @@ class Files:
 
 
 def layers_report(prepared: Prepared, lowered: Lowered, exported: ExportedModel) -> dict[str, Any]:
-    """Return the fields ``layers``, ``activations`` and ``cpu``."""
+    """Return the fields ``layers``, ``activations``, ``float_operators`` and ``cpu``."""
     weights = {weight.layer: weight for weight in reversed(lowered.weights.values())}
     rows = []
     for plan in prepared.layers:
@@ -46,13 +47,27 @@ def layers_report(prepared: Prepared, lowered: Lowered, exported: ExportedModel)
                 "sqnr_db": weight.sqnr_db,
                 "bytes_quantized": exported.layer_bytes[plan.name],
                 **_weights(prepared, weight),
+                **_zeros(prepared, weight),
             }
         rows.append(row)
     return {
         "layers": rows,
         "activations": _activations(prepared),
+        "float_operators": _float_operators(prepared, lowered),
         "cpu": metadata_keys.cpu_entry(len(exported.unsigned)),
     }
+
+
+def _float_operators(prepared: Prepared, lowered: Lowered) -> list[str]:
+    """Return the operators in float that compute and have no parameters; those that have are layers."""
+    nodes = {node.name: node for node in prepared.module.graph.nodes if node.op == "call_function"}
+    return [
+        name
+        for name in lowered.float_operators
+        if name in nodes
+        and moving_operator(nodes[name]) is None
+        and all(source.op != "get_attr" for source in nodes[name].all_input_nodes)
+    ]
 
 
 def planned_layers(prepared: Prepared) -> list[dict[str, Any]]:
@@ -108,6 +123,13 @@ def _weights(prepared: Prepared, weight: LoweredWeight) -> dict[str, Any]:
         "loss": report_weights.loss(w[rows], dequantize(weight.codes, grid)[rows], per_channel=per_channel),
         "histogram": report_weights.histogram(w, grid.alpha, grid.beta),
     }
+
+
+def _zeros(prepared: Prepared, weight: LoweredWeight) -> dict[str, float]:
+    """Return the share of a layer's weights that are exactly 0, before and after quantisation."""
+    w = master_weight(prepared.module.get_submodule(weight.layer)).numpy()
+    integers = weight.stored.astype(np.int16) - weight.grid.zero_point
+    return {"zeros_float": float((w == 0).mean()), "zeros": float((integers == 0).mean())}
 
 
 def _plain(value: Any) -> float | list[float]:
@@ -182,6 +204,7 @@ def latency(files: Files, threads: int = 1) -> dict[str, Any]:
         "ratio": result["ratio"],
         "threads": threads,
         "operators": result["operators"],
+        "shares": result["shares"],
     }
 
 

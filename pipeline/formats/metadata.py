@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.quantize.grid import Grid
 
 VERSION = "ul2q.version"
@@ -21,6 +22,28 @@ SEED = "ul2q.seed"
 CPU = "ul2q.cpu"
 TASK = "ul2q.task"
 """Task of the network, where it is not classification."""
+HELD_OUT = "ul2q.held_out"
+"""Data and digest of the split (JSON) whose test samples were held out of the network's training."""
+EXAMPLE = "ul2q.example"
+"""Shape of one calibrated sample of every input (JSON), where there are open sizes beside the batch."""
+CLASSES = "ul2q.classes"
+"""Names of the classes in the order of the scores (JSON list)."""
+
+
+def json_entry(metadata: Mapping[str, Any], key: str, kind: type[Any], where: str) -> Any:
+    """Return what the JSON text at ``key`` says, an empty ``kind`` (list or dict) without it.
+
+    Raises:
+        UsageError: it is damaged.
+    """
+    text = metadata.get(key)
+    if text is None:
+        return kind()
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError, TypeError) as error:  # the text may be any bytes
+        raise UsageError(f"{where}: its metadata {key} is not JSON: compress the model again") from error
+    return value if isinstance(value, kind) else kind()
 
 
 def cpu_entry(unsigned_layers: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import operator
 import re
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -24,8 +24,10 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, export
 from torch.utils import _pytree as pytree
 
-from ul2q.pipeline.errors import UsageError, first_line
+from ul2q.pipeline.errors import UsageError, first_line, listed
+from ul2q.pipeline.graph.dynamic_axes import Axes, open_axes, other_sizes
 from ul2q.pipeline.graph.input_types import input_names
+from ul2q.pipeline.graph.modes import in_eval_mode
 from ul2q.pipeline.graph.operators.registry import moving_operator
 from ul2q.pipeline.graph.rebuild import LayerBuilder, is_inference_batch_norm
 from ul2q.pipeline.graph.rewrite import expand_activations
@@ -78,43 +80,102 @@ class Captured:
         output_names: names of the outputs: ``logits`` if single, keys of a dict, ``output_1`` in a tuple,
             unless the model has an attribute with names of its own.
         notes: what a user should know, for example computed weights that were folded.
+        dynamic: for each input the axes, beside the batch, whose size is open; none if empty.
     """
 
     module: fx.GraphModule
     input_names: tuple[str, ...]
     output_names: tuple[str, ...]
     notes: tuple[str, ...] = field(default=())
+    dynamic: tuple[Axes, ...] = ()
 
 
-def capture(model: nn.Module, example: Sequence[Tensor], *, own_tensors: bool = True) -> Captured:
+def capture(
+    model: nn.Module,
+    example: Sequence[Tensor],
+    *,
+    own_tensors: bool = True,
+    dynamic: Sequence[Axes] = (),
+) -> Captured:
     """Capture ``model`` in eval mode as a graph of layers. The model itself is left untouched.
 
     Args:
         model: any module that torch.export accepts.
         example: example inputs, each with the batch as its first dimension; one sample is enough.
         own_tensors: copy the weights; without, the graph reads those of the model and must not change them.
+        dynamic: for each input the axes to leave open beside the batch, as far as the model allows it.
 
     Returns:
-        The captured graph with a dynamic batch dimension; its outputs were compared at several batch sizes.
+        The captured graph with a dynamic batch dimension; its outputs were compared at several batch sizes,
+        and at several sizes of the open axes. A note names each axis that could not be left open.
 
     Raises:
         UsageError: torch.export refuses the model, or the model depends on the batch size.
     """
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    samples = [_resized(x, EXAMPLE_BATCH) for x in example]
+    with in_eval_mode(model):
+        if any(dynamic):
+            captured, why = _capture_open(model, samples, own_tensors, dynamic)
+            if captured is not None:
+                return captured
+            fixed = _capture(model, samples, own_tensors)
+            return replace(fixed, notes=(*fixed.notes, f"only the batch size is open: {why}"))
+        return _capture(model, samples, own_tensors)
+
+
+def _capture_open(
+    model: nn.Module, example: list[Tensor], own_tensors: bool, dynamic: Sequence[Axes]
+) -> tuple[Captured | None, str]:
+    """Return the graph with the open axes that the model allows, or None and why there is none."""
     try:
-        return _capture(model, [_resized(x, EXAMPLE_BATCH) for x in example], own_tensors)
-    finally:
-        for module, mode in modes:
-            module.training = mode
+        captured = _capture(model, example, own_tensors, dynamic)
+    except UsageError as error:
+        return None, f"with further open axes the network cannot be captured ({error})"
+    inputs = [node for node in captured.module.graph.nodes if node.op == "placeholder"]
+    kept = tuple(
+        {axis: name for axis, name in own.items() if axis in open_axes(node)}
+        for node, own in zip(inputs, dynamic, strict=True)
+    )
+    notes = [
+        f"axis {axis} of {name} stays {x.shape[axis]}: the network fixes it"
+        for name, x, own, left in zip(captured.input_names, example, dynamic, kept, strict=True)
+        for axis in own
+        if axis not in left
+    ]
+    if any(kept) and (differing := _differs_at_other_sizes(model, captured.module, example, kept)):
+        return None, differing
+    return replace(captured, dynamic=kept if any(kept) else (), notes=(*captured.notes, *notes)), ""
 
 
-def _capture(model: nn.Module, example: list[Tensor], own_tensors: bool) -> Captured:
+def _differs_at_other_sizes(
+    model: nn.Module, captured: nn.Module, example: list[Tensor], dynamic: Sequence[Axes]
+) -> str:
+    """Return why the graph is not that of the model at other sizes of the open axes; empty if it is."""
+    compared = 0
+    for inputs in other_sizes([x[:1] for x in example], dynamic):
+        with torch.no_grad():
+            try:
+                theirs = pytree.tree_leaves(model(*inputs))
+            except _REFUSALS:
+                continue  # a network may need, say, an even size
+            try:
+                ours = pytree.tree_leaves(captured(*inputs))
+            except _REFUSALS as error:
+                return f"the captured graph does not run at another size ({first_line(error)})"
+        compared += 1
+        if not all(_same(a, b) for a, b in zip(ours, theirs, strict=True)):
+            return "the captured graph differs from the network at another size"
+    return "" if compared else "the network runs at no other size that was tried"
+
+
+def _capture(
+    model: nn.Module, example: list[Tensor], own_tensors: bool, dynamic: Sequence[Axes] = ()
+) -> Captured:
     _check_runs(model, example)
     original, model = model, _translated(model, example)
     try:
         with quiet():
-            shapes = _dynamic_shapes(model, example)
+            shapes = _dynamic_shapes(model, example, dynamic)
             program = export(model, tuple(example), dynamic_shapes=shapes, strict=False)
     except _REFUSALS as error:
         reason = first_line(error)
@@ -167,12 +228,20 @@ def _input_names(model: nn.Module, placeholders: list[str]) -> tuple[str, ...]:
     return input_names(model) if isinstance(model, torch.jit.ScriptModule) else tuple(placeholders)
 
 
-def _dynamic_shapes(model: nn.Module, example: list[Tensor]) -> dict[str, Any]:
-    """Return what torch.export wants to know: the first dimension of every input varies."""
-    batch = {0: Dim.DYNAMIC}
+def export_shapes(count: int, dynamic: Sequence[Axes]) -> list[dict[int, Any]]:
+    """Return what torch.export wants to know: the batch of every input varies, and some axes if possible."""
+    own: Sequence[Axes] = dynamic or [{}] * count
+    return [{0: Dim.DYNAMIC, **dict.fromkeys(axes, Dim.AUTO)} for axes in own]
+
+
+def _dynamic_shapes(model: nn.Module, example: list[Tensor], dynamic: Sequence[Axes]) -> dict[str, Any]:
+    shapes = iter(export_shapes(len(example), dynamic))
     given = inspect.signature(model.forward).bind(*example).arguments
     # A forward(*inputs) takes its inputs as one tuple.
-    return {name: tuple(batch for _ in v) if isinstance(v, tuple) else batch for name, v in given.items()}
+    return {
+        name: tuple(next(shapes) for _ in v) if isinstance(v, tuple) else next(shapes)
+        for name, v in given.items()
+    }
 
 
 def _check_runs(model: nn.Module, example: list[Tensor]) -> None:
@@ -184,7 +253,7 @@ def _check_runs(model: nn.Module, example: list[Tensor]) -> None:
     names = {name.partition(".")[0] for name in [*dict(model.named_modules()), *model.state_dict()]}
     if hidden := sorted(name for name in names if name in _GRAPH_ATTRIBUTES):
         raise UsageError(
-            f"{type(model).__name__}: torch.fx keeps the name {', '.join(hidden)} for itself: rename it"
+            f"{type(model).__name__}: torch.fx keeps the name {listed(hidden)} for itself: rename it"
         )
     try:
         with torch.no_grad():

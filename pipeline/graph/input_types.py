@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ul2q.pipeline.data import DataSplits, batches, with_types, without_channel
+from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.graph.modes import in_eval_mode
 
 # What running a model on inputs of an unsuitable type raises.
 _REFUSALS = (RuntimeError, ValueError, TypeError, LookupError, AssertionError)
@@ -39,17 +41,15 @@ def adapt_inputs(model: nn.Module, data: DataSplits) -> DataSplits:
     Returns:
         The samples, without the channel axis where the network takes sequences [N, A, B], each input in the
         type of `input_types`.
+
+    Raises:
+        UsageError: the network takes whole numbers, and the samples have fractions.
     """
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
+    with in_eval_mode(model):
         plain = without_channel(data)
         if plain is not None and takes_sequences(model, _example(data)[0]):
             data = plain
-        return with_types(data, input_types(model, _example(data)))
-    finally:
-        for module, mode in modes:
-            module.training = mode
+        return with_types(data, input_types(model, _example(data), data.parts[0].given_types))
 
 
 def _example(data: DataSplits) -> list[Tensor]:
@@ -57,19 +57,39 @@ def _example(data: DataSplits) -> list[Tensor]:
     return list(inputs)
 
 
-def input_types(model: nn.Module, example: Sequence[Tensor]) -> tuple[torch.dtype, ...]:
+def input_types(
+    model: nn.Module, example: Sequence[Tensor], given: Sequence[torch.dtype | None] | None = None
+) -> tuple[torch.dtype, ...]:
     """Return the types in which ``model`` takes its inputs.
 
     Args:
-        model: a network in eval mode.
+        model: a network in eval mode; its attribute ``input_types``, if it has one, is obeyed.
         example: inputs in float32, one or two samples.
+        given: types of the samples where they come from, None where unknown.
 
     Returns:
-        float32 wherever the network runs on it; else int64 where the values are whole (token numbers, say);
-        float32 if nothing runs.
+        Whole numbers (token numbers, a mask, bytes) in the type in which they are given, if the network runs
+        on it; else float32 wherever it runs on that; else int64 where the values are whole; float32 if
+        nothing runs.
+
+    Raises:
+        UsageError: the network says that it takes whole numbers, and the samples have fractions.
     """
     whole = [bool((x == x.round()).all()) for x in example]
-    choices = [_TYPES if is_whole else _TYPES[:1] for is_whole in whole]
+    if (fixed := getattr(model, "input_types", None)) is not None and len(fixed) == len(example):
+        names = input_names(model) or [f"{i}" for i in range(len(fixed))]  # a forward(*inputs) names none
+        for name, kind, is_whole in zip(names, fixed, whole, strict=True):
+            if not is_whole and not kind.is_floating_point:
+                raise UsageError(
+                    f"input {name} takes {str(kind).removeprefix('torch.')}: its samples have fractions"
+                )
+        return tuple(fixed)
+    own = [kind if kind is not None and not kind.is_floating_point else None for kind in given or ()]
+    own += [None] * (len(example) - len(own))
+    choices = [
+        list(dict.fromkeys([*([kind] if kind is not None else []), *_TYPES])) if is_whole else [*_TYPES[:1]]
+        for is_whole, kind in zip(whole, own, strict=True)
+    ]
     for types in itertools.islice(itertools.product(*choices), 2**6):
         if outputs_of(model, [x.to(kind) for x, kind in zip(example, types, strict=True)]) is not None:
             return types

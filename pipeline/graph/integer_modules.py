@@ -50,40 +50,108 @@ class LoweredWeight:
         return ((self.stored - centre.astype(np.int16)) // np.int16(self.grid.multiplier)).astype(np.int8)
 
 
-class Quantize(nn.Module):
+Format = CodeFormat | tuple[CodeFormat, ...] | int
+
+
+class _OnCodes(nn.Module):
+    """A module whose formats of codes are in its state dict: the outputs depend on them.
+
+    Kernels and exported graphs need numbers; they are tensors in the state dict only. A format ``out``
+    becomes ``out_scale`` and ``out_zero_point``, of shape [], or [n] of n formats.
+
+    Args:
+        formats: by name, a format, several formats, or a zero point alone; None is left out.
+    """
+
+    def __init__(self, **formats: Format | None) -> None:
+        super().__init__()
+        self._formats = tuple(name for name, value in formats.items() if value is not None)
+        for name, value in formats.items():
+            setattr(self, name, value)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self._formats:
+            for key, numbers in _as_tensors(name, getattr(self, name)).items():
+                destination[prefix + key] = numbers
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
+        unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        for name in self._formats:
+            value = getattr(self, name)
+            keys = [prefix + key for key in _as_tensors(name, value)]
+            if lacking := [key for key in keys if key not in state_dict]:
+                missing_keys += lacking if strict else []
+            else:
+                setattr(self, name, _from_tensors(value, *(state_dict.pop(key) for key in keys)))
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+
+def _as_tensors(name: str, value: Format) -> dict[str, Tensor]:
+    """Return the entries of the state dict for a format called ``name``."""
+    if isinstance(value, int):
+        return {name: torch.tensor(value)}
+    scales, zero_points = value if isinstance(value, CodeFormat) else zip(*value, strict=True)
+    return {
+        f"{name}_scale": torch.tensor(scales, dtype=torch.float64),
+        f"{name}_zero_point": torch.tensor(zero_points),
+    }
+
+
+def _from_tensors(like: Format, *entries: Tensor) -> Format:
+    """Return what `_as_tensors` wrote, of the form of ``like``."""
+    numbers: list[Any] = [entry.tolist() for entry in entries]
+    if isinstance(like, int):
+        return int(numbers[0])
+    if isinstance(like, CodeFormat):
+        return CodeFormat(*numbers)
+    return tuple(CodeFormat(*pair) for pair in zip(*numbers, strict=True))
+
+
+class Quantize(_OnCodes):
     """Float to codes."""
 
+    out: CodeFormat
+
     def __init__(self, out: CodeFormat) -> None:
-        super().__init__()
-        self.out = out
+        super().__init__(out=out)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return uint8 codes of ``x`` (any shape), of the same shape."""
         return _ops.quantize(x, *self.out)
 
 
-class Dequantize(nn.Module):
+class Dequantize(_OnCodes):
     """Codes to float."""
 
+    source: CodeFormat
+
     def __init__(self, source: CodeFormat) -> None:
-        super().__init__()
-        self.source = source
+        super().__init__(source=source)
 
     def forward(self, codes: Tensor) -> Tensor:
         """Return the float32 values of ``codes`` (any shape)."""
         return _ops.dequantize(codes, *self.source)
 
 
-class _Weighted(nn.Module):
+class _Weighted(_OnCodes):
     weight: Tensor
     weight_scale: Tensor
+    weight_zero_point: int
     bias: Tensor
     bias_scale: Tensor
+    source: CodeFormat
+    out: CodeFormat | None
 
-    def __init__(self, weight: LoweredWeight, bias: NDArray[np.int32], source: CodeFormat) -> None:
-        super().__init__()
+    def __init__(
+        self, weight: LoweredWeight, bias: NDArray[np.int32], source: CodeFormat, out: CodeFormat | None
+    ) -> None:
+        super().__init__(source=source, out=out, weight_zero_point=int(weight.grid.zero_point))
         self.register_buffer("bias_scale", torch.from_numpy(np.float32(source.scale) * weight.scale))
-        self.weight_zero_point = int(weight.grid.zero_point)
         self.register_buffer("weight", torch.from_numpy(weight.stored))
         self.register_buffer("weight_scale", torch.from_numpy(weight.scale))
         self.register_buffer("bias", torch.from_numpy(bias))
@@ -110,9 +178,8 @@ class IntegerLayer(_Weighted):
         out: CodeFormat | None,
         parameters: Mapping[str, Any],
     ) -> None:
-        super().__init__(weight, bias, source)
+        super().__init__(weight, bias, source, out)
         self.kernel = operator.name if out else torch_kernels.float_kernel(operator)
-        self.source, self.out = source, out
         self.last_axis = operator.channels_last
         self.kernel_parameters = [parameters[name] for name in operator.parameter_types]
 
@@ -129,7 +196,7 @@ class IntegerLayer(_Weighted):
         return y if flat is codes else y.reshape(*codes.shape[:-1], y.shape[-1])
 
 
-class IntegerFunction(nn.Module):
+class IntegerFunction(_OnCodes):
     """An operator without weights on codes.
 
     Args:
@@ -139,6 +206,9 @@ class IntegerFunction(nn.Module):
         parameters: those that the definition recognised.
     """
 
+    sources: tuple[CodeFormat, ...]
+    out: CodeFormat
+
     def __init__(
         self,
         operator: IntegerOperator,
@@ -146,8 +216,8 @@ class IntegerFunction(nn.Module):
         out: CodeFormat,
         parameters: Mapping[str, Any],
     ) -> None:
-        super().__init__()
-        self.operator, self.sources, self.out = operator, tuple(sources), out
+        super().__init__(sources=tuple(sources), out=out)
+        self.operator = operator
         self.settings = dict(parameters)
 
     def forward(self, *codes: Tensor) -> Tensor:
@@ -160,32 +230,34 @@ class IntegerFunction(nn.Module):
         return result
 
 
-class CodeRelu(nn.Module):
+class CodeRelu(_OnCodes):
     """ReLU on codes: the maximum with the code of zero."""
 
+    source: CodeFormat
+
     def __init__(self, source: CodeFormat) -> None:
-        super().__init__()
-        self.source = source
+        super().__init__(source=source)
 
     def forward(self, codes: Tensor) -> Tensor:
         """Return codes (any shape) clamped from below."""
         return _ops.relu(codes, self.source.zero_point)
 
 
-class FloatWeighted(nn.Module):
+class FloatWeighted(_OnCodes):
     """A layer with integer weights and float arithmetic (float activations, or no integer kernel)."""
 
     weight: Tensor
     weight_scale: Tensor
+    weight_zero_point: int
 
     def __init__(
         self, layer: nn.Module, weight: LoweredWeight, bias: Tensor | None, channel_axis: int
     ) -> None:
-        super().__init__()
+        super().__init__(weight_zero_point=int(weight.grid.zero_point))
         self.register_buffer("weight", torch.from_numpy(weight.stored))
         self.register_buffer("weight_scale", torch.from_numpy(weight.scale))
         self.register_buffer("bias", bias)
-        self.weight_zero_point, self.channel_axis = int(weight.grid.zero_point), channel_axis
+        self.channel_axis = channel_axis
         self.layer = layer
 
     def forward(self, x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from ul2q.pipeline.errors import JobError, within
 from ul2q.pipeline.graph import integer_modules
 from ul2q.pipeline.graph.batch_norm import BATCH_NORMS, foldable_norm
+from ul2q.pipeline.graph.dynamic_axes import Axes
 from ul2q.pipeline.graph.folding import fold_norm, master_weight, quantized_weight, shell
 from ul2q.pipeline.graph.integer_modules import LoweredWeight
 from ul2q.pipeline.graph.operators.clamps import is_relu
@@ -59,6 +60,7 @@ class Lowered:
         output_names: names of the outputs.
         output_scales: step of every output that comes straight from codes, else None.
         float_operators: names of the operators that run in float.
+        dynamic: for each input the axes, beside the batch, whose size is open; none if empty.
     """
 
     module: fx.GraphModule
@@ -69,6 +71,7 @@ class Lowered:
     output_names: tuple[str, ...]
     output_scales: tuple[float | None, ...]
     float_operators: tuple[str, ...]
+    dynamic: tuple[Axes, ...] = ()
 
 
 def lower(prepared: Prepared) -> Lowered:
@@ -125,6 +128,7 @@ class _Lowering:
             self.prepared.output_names,
             tuple(self.output_scales),
             tuple(self.float_operators),
+            self.prepared.dynamic,
         )
 
     def _fused_nodes(self) -> set[fx.Node]:

@@ -20,9 +20,10 @@ from torch import fx, nn
 from torch.nn.utils import parametrize
 
 from ul2q.pipeline.config import QuantConfig
-from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.errors import UsageError, listed
 from ul2q.pipeline.graph.batch_norm import foldable_norm
 from ul2q.pipeline.graph.capture import EXAMPLE_BATCH, Captured, copy_graph
+from ul2q.pipeline.graph.dynamic_axes import Axes
 from ul2q.pipeline.graph.operators.clamps import clamp_range, is_relu
 from ul2q.pipeline.graph.operators.definition import WeightedOperator
 from ul2q.pipeline.graph.operators.registry import (
@@ -115,6 +116,7 @@ class Prepared:
         config: the configuration it was prepared for.
         coded: names of the nodes whose value lies on a grid of codes.
         float_results: the layers on integers whose result is not rounded, in execution order.
+        dynamic: for each input the axes, beside the batch, whose size is open; none if empty.
     """
 
     module: fx.GraphModule
@@ -125,6 +127,7 @@ class Prepared:
     config: QuantConfig
     coded: frozenset[str]
     float_results: tuple[FloatResult, ...] = ()
+    dynamic: tuple[Axes, ...] = ()
 
     def quantizers(self) -> Iterator[tuple[Site, ActivationQuantizer]]:
         """Yield each site with its quantiser module."""
@@ -195,6 +198,7 @@ class _Preparation:
             self.config,
             coded,
             tuple(self.float_results),
+            self.captured.dynamic,
         )
 
     def _constant_nodes(self) -> set[fx.Node]:
@@ -215,7 +219,7 @@ class _Preparation:
         for pattern in self.config.exclude:
             matches = fnmatch.filter(layers, pattern)
             if not matches:
-                raise UsageError(f"`exclude` {pattern}: no such layer; layers are {', '.join(layers)}")
+                raise UsageError(f"`exclude` {pattern}: no such layer; layers are {listed(layers)}")
             excluded.update(matches)
         return excluded
 

@@ -106,23 +106,54 @@ class LayerBuilder:
             if node.op not in ("placeholder", "output") and not node.users:
                 self.graph.erase_node(node)
         root = nn.Module()
+        places = self._places()
         for node in self.graph.nodes:
             if node.op == "get_attr":
-                assign(root, str(node.target), attribute(self.source, str(node.target)))
+                value = attribute(self.source, str(node.target))
+                node.target = places.get(str(node.target), node.target)
+                assign(root, str(node.target), value)
         for name in sorted(self.layers, key=lambda n: n.count(".")):
             assign(root, name, self.layers[name])
         self.graph._tracer_cls = None
         return fx.GraphModule(root, self.graph, "Captured").train(False)
 
+    def _places(self) -> dict[str, str]:
+        """Return new names for tensors of layers that other operators read, too, for example an embedding.
+
+        A quantised layer stores its weight in its own way; the others go on with the float tensor.
+        """
+        names: dict[int, list[str]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        own = {name: dict(layer.named_parameters(recurse=False)) for name, layer in self.layers.items()}
+        places: dict[str, str] = {}
+        for node in self.graph.nodes:
+            if node.op != "get_attr":
+                continue
+            target, value = str(node.target), attribute(self.source, str(node.target))
+            sharing = [name for name, tensors in own.items() if any(t is value for t in tensors.values())]
+            if sharing:
+                readers = ", ".join(
+                    str(user.target).removeprefix("aten.").split(".")[0] for user in node.users
+                )
+                self.notes.append(f"{sharing[0]}: {readers} reads its weight, too: the file holds it twice")
+            if target.rpartition(".")[0] not in self.layers:
+                continue
+            free = [n for n in names.get(id(value), ()) if n.rpartition(".")[0] not in self.layers]
+            known = {*self.layers, *places.values()}
+            places[target] = free[0] if free else unused_name(target.replace(".", "_"), known, "__")
+        return places
+
     def _note_unused(self) -> None:
         """Name the layers and parameters that the forward pass does not use: they are in no graph."""
         used = [n.target for n in self.graph.nodes if n.op == "get_attr" and n.users]
-        read = {id(attribute(self.source, target)) for target in used}
+        # Tied parameters may be several objects, as in a program that was loaded from a file.
+        read = {_memory(attribute(self.source, target)) for target in used}
         names = dict.fromkeys(
-            path if read.isdisjoint(map(id, module.parameters(recurse=False))) else f"{path}.{name}"
+            path if read.isdisjoint(map(_memory, module.parameters(recurse=False))) else f"{path}.{name}"
             for path, module in self.model.named_modules()
             for name, parameter in module.named_parameters(recurse=False)
-            if id(parameter) not in read
+            if _memory(parameter) not in read
         )
         self.notes += [f"{name}: the forward pass does not use it; it is left out" for name in names]
 
@@ -242,6 +273,8 @@ class LayerBuilder:
         stripped = _WEIGHT_SUFFIX.sub("", source)
         if stripped in ("", "weight"):
             return operator
+        if isinstance(self.modules.get(stripped), nn.Embedding | nn.EmbeddingBag):
+            return f"{stripped}_{operator}"
         return stripped if stripped != source else f"{source}_{operator}"
 
     def _replace_batch_norm(self, node: Any) -> None:
@@ -355,3 +388,8 @@ def assign(root: nn.Module, target: str, value: Any) -> None:
         owner.register_buffer(leaf, value)
     else:
         setattr(owner, leaf, value)
+
+
+def _memory(tensor: Any) -> tuple[int, tuple[int, ...]]:
+    """Return what tensors of the same memory and shape have in common."""
+    return tensor.data_ptr(), tuple(tensor.shape)

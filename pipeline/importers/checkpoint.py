@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
@@ -14,9 +14,10 @@ from torch import nn
 
 from ul2q import models
 from ul2q.pipeline.data import Preprocess
-from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.errors import UsageError, listed
 from ul2q.pipeline.importers import state_dict
 from ul2q.pipeline.importers.architectures import build_network
+from ul2q.pipeline.importers.quantized_sources import check_float
 from ul2q.pipeline.importers.source import ModelSource
 from ul2q.pipeline.importers.torch_file import read_torch_file, sha256_of
 from ul2q.pipeline.storage.torch_save import write_tensors
@@ -94,19 +95,24 @@ class Checkpoint(CheckpointRecord):
         model: the network in eval mode, float32, all parameters trainable.
         path: the file.
         sha256: SHA-256 of the file.
+        notes: what a user should know of how it was loaded.
     """
 
     model: nn.Module
     path: Path
     sha256: str
+    notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, model: nn.Module, path: Path, record: CheckpointRecord) -> Self:
+    def of(
+        cls, model: nn.Module, path: Path, record: CheckpointRecord, notes: Iterable[str | None] = ()
+    ) -> Self:
         """Return the checkpoint of ``model``, made ready for use, that the file ``path`` records."""
         for parameter in model.parameters():  # a TorchScript module has no requires_grad_ of its own
             parameter.requires_grad_(parameter.is_floating_point())
         entries = {entry.name: getattr(record, entry.name) for entry in dataclasses.fields(CheckpointRecord)}
-        return cls(model=model.eval(), path=path, sha256=sha256_of(path), **entries)
+        said = tuple(note for note in notes if note is not None)
+        return cls(model=model.eval(), path=path, sha256=sha256_of(path), notes=said, **entries)
 
     def __repr__(self) -> str:
         """Return architecture, size and file in one line."""
@@ -126,6 +132,9 @@ def load_checkpoint(
     arch: str | None = None,
     arch_args: Mapping[str, Any] | None = None,
     trust_pickle: bool = False,
+    *,
+    weights: str | None = None,
+    ignore: Sequence[str] = (),
 ) -> Checkpoint:
     """Load a checkpoint of ul2q, a state dict (torch.save or safetensors), or a trusted pickled module.
 
@@ -134,6 +143,9 @@ def load_checkpoint(
         arch: architecture by name or as ``package.module:callable``; needed unless the file records it.
         arch_args: arguments of the architecture; None means those of the file, or the defaults.
         trust_pickle: allow files that can run code when loaded.
+        weights: key of the weights in a file that holds several; None means an average over the training if
+            there is one.
+        ignore: name patterns (fnmatch) of weights in the file that the network does not want.
 
     Returns:
         The network and what the file records.
@@ -141,7 +153,7 @@ def load_checkpoint(
     Raises:
         UsageError: the file is unusable, not trusted, or does not fit the network. Never a partial load.
     """
-    return read_checkpoint(ModelSource(Path(path), arch, arch_args, trust_pickle))
+    return read_checkpoint(ModelSource(Path(path), arch, arch_args, trust_pickle, weights, tuple(ignore)))
 
 
 def read_checkpoint(source: ModelSource) -> Checkpoint:
@@ -158,50 +170,61 @@ def read_checkpoint(source: ModelSource) -> Checkpoint:
     if isinstance(content, dict) and content.get("format") == FORMAT:
         _check_entries(content, source)
         return _own_checkpoint(content, source)
-    state = _weights_in(content, path)
-    if isinstance(state, nn.Module):
-        if arch is None:
-            return _pickled_checkpoint(state, path)
-        state = state_dict.unwrap(state).state_dict()
+    check_float(content, str(path))
+    best, *others = _weights_in(content, source)
+    if isinstance(best.value, nn.Module) and arch is None:
+        return _pickled_checkpoint(best.value, path, best.note)
     if arch is None:
         raise UsageError(
-            f"{path} holds weights only: name the network with `arch` ({', '.join(models.names())}, "
+            f"{path} holds weights only: name the network with `arch` ({listed(models.names())}, "
             "or package.module:callable)"
         )
     args = dict(source.arch_args or {})
     model = build_network(arch, args)
-    state_dict.fit(model, state, str(path))
+    notes = [best.note]
+    try:
+        state_dict.fit(model, _state(best), str(path), source.ignore)
+    except UsageError:
+        if not others:
+            raise
+        # Some scripts average the parameters alone, without the statistics of batch norms.
+        state_dict.fit(model, _state(others[0]), str(path), source.ignore)
+        notes = [others[0].note, f"the weights at {best.key} do not fit {arch}"]
     shape = models.input_shape(arch, args) if ":" not in arch else None
-    return Checkpoint.of(model, path, CheckpointRecord(arch, args, input_shape=shape))
+    return Checkpoint.of(model, path, CheckpointRecord(arch, args, input_shape=shape), notes)
 
 
-def _weights_in(content: Any, path: Path) -> state_dict.State | nn.Module:
-    """Return the weights or the module in a file.
+def _state(found: state_dict.FoundWeights) -> state_dict.State:
+    value = found.value
+    return state_dict.unwrap(value).state_dict() if isinstance(value, nn.Module) else value
+
+
+def _weights_in(content: Any, source: ModelSource) -> list[state_dict.FoundWeights]:
+    """Return the weights or the module in a file, best first.
 
     Raises:
         UsageError: there are none, or those of several networks.
     """
-    state = state_dict.find_state(content)
-    if state is not None:
-        return state
+    path = source.path
+    if found := state_dict.find_weights(content, source.weights):
+        return found
     if networks := state_dict.nested_states(content):
-        names = ", ".join(networks[:8])
-        raise UsageError(f"{path} holds weights at {names}: save those of one network as model.state_dict()")
+        raise UsageError(f"{path} holds weights at {listed(networks)}: choose with `weights`")
     raise UsageError(f"{path} holds no weights (found {_contents(content)}): save model.state_dict()")
 
 
 def _contents(content: Any) -> str:
     if isinstance(content, Mapping):
-        return "the keys " + ", ".join(map(str, list(content)[:8])) if content else "an empty dict"
+        return f"the keys {listed(content)}" if content else "an empty dict"
     return f"a {type(content).__name__}"
 
 
-def _pickled_checkpoint(module: nn.Module, path: Path) -> Checkpoint:
+def _pickled_checkpoint(module: nn.Module, path: Path, note: str | None = None) -> Checkpoint:
     model = state_dict.unwrap(module)
     if not isinstance(model, torch.jit.ScriptModule):
         model = model.float()
     state_dict.check_finite(model.state_dict(), str(path))
-    return Checkpoint.of(model, path, CheckpointRecord())
+    return Checkpoint.of(model, path, CheckpointRecord(), [note])
 
 
 def _check_entries(content: dict[str, Any], source: ModelSource) -> None:
@@ -216,7 +239,7 @@ def _check_entries(content: dict[str, Any], source: ModelSource) -> None:
         isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in state.items()
     )
     if wrong or not plain:
-        raise UsageError(f"{path} is damaged ({', '.join(wrong) or 'state_dict'}): copy or download it again")
+        raise UsageError(f"{path} is damaged ({listed(wrong) or 'state_dict'}): copy or download it again")
     if source.arch is None and ":" in content["arch"] and not source.trust_pickle:
         raise UsageError(
             f"{path} names {content['arch']} as its network, which is code: give `arch` {content['arch']} "
@@ -232,7 +255,7 @@ def _own_checkpoint(content: dict[str, Any], source: ModelSource) -> Checkpoint:
             draft = build_network(arch, args)
         state_dict.check_fit(draft, content["state_dict"], str(path))
     model = build_network(arch, args)
-    state_dict.fit(model, content["state_dict"], str(path))
+    state_dict.fit(model, content["state_dict"], str(path), source.ignore)
     return Checkpoint.of(model, path, CheckpointRecord.from_dict(content, arch=arch, arch_args=args))
 
 

@@ -22,18 +22,23 @@ def load_keras_checkpoint(path: Path) -> tuple[Checkpoint, list[str]]:
     """
     require_keras()
     from ul2q.pipeline.importers.keras.to_torch import to_torch
-    from ul2q.runtimes.keras.keras_files import load_keras
+    from ul2q.runtimes.keras.keras_files import load_keras, scales_itself
 
-    translated = to_torch(load_keras(path), drop_softmax=True)
+    model = load_keras(path)
+    translated = to_torch(model, drop_softmax=True)
     if any(layer.fixed_grid for layer, _ in translated.weighted.values()):
         raise UsageError(
             f"{path} was loaded from a quantised file, whose grids it keeps: write it with "
             "ul2q.exporters.keras.to_onnx.to_onnx(model, path)"
         )
     preprocess = keras_metadata(path).get("preprocess")
+    known = Preprocess.from_dict(preprocess) if isinstance(preprocess, dict) else None
+    notes = ["the final softmax was left out: the file gives logits"] if translated.softmax_removed else []
+    if known is None and scales_itself(model):
+        known = Preprocess(scale=1.0, raw=True)
+        notes.append("the model scales its images itself: samples are given to it as they are")
     record = CheckpointRecord(
-        preprocess=Preprocess.from_dict(preprocess) if isinstance(preprocess, dict) else None,
+        preprocess=known,
         input_shape=translated.input_shapes[0],
     )
-    notes = ["the final softmax was left out: the file gives logits"] if translated.softmax_removed else []
     return Checkpoint.of(translated.network, path, record), notes

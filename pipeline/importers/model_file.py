@@ -23,7 +23,8 @@ def load_model(source: ModelSource) -> tuple[Checkpoint, list[str]]:
         return load_keras_checkpoint(source.path)
     if source.path.suffix == ".onnx":
         return float_model.load_onnx(source.path), []
-    return read_checkpoint(source), []
+    checkpoint = read_checkpoint(source)
+    return checkpoint, list(checkpoint.notes)
 
 
 def check_translation(checkpoint: Checkpoint | None, example: Sequence[Tensor]) -> None:

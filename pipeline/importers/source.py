@@ -18,12 +18,17 @@ class ModelSource:
             records it.
         arch_args: arguments of the architecture; None means those of the file, or the defaults.
         trust_pickle: allow files that can run code when loaded.
+        weights: key of the weights in a file that holds several, for example "state_dict"; None means an
+            average over the training if there is one.
+        ignore: name patterns (fnmatch) of weights in the file that the network does not want.
     """
 
     path: Path
     arch: str | None = None
     arch_args: Mapping[str, Any] | None = None
     trust_pickle: bool = False
+    weights: str | None = None
+    ignore: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, model: ModelSource | str | Path) -> ModelSource:

@@ -27,8 +27,8 @@ FAILURES = (
     RuntimeError, EOFError, struct.error, ValueError, LookupError, AttributeError, TypeError, OSError,
     AssertionError, ArithmeticError, MemoryError,
 )  # fmt: skip
-_SAFE_WAY = "save model.state_dict() or safetensors and name the network with `arch`"
-_TRUST = "or give `trust_pickle=True` if you trust where the file comes from"
+_SAFE_WAY = "save model.state_dict() and name the network with `arch`"
+_TRUST = "or give `trust_pickle=True` if you trust it"
 #: harmless objects that training scripts leave beside the weights, beyond those that torch allows by itself
 _HARMLESS: list[Any] = [
     argparse.Namespace,

@@ -148,7 +148,7 @@ def _reduced(local: Record | None, layer: KroneckerLayer) -> Record:
     """Return a layer's record summed over all ranks."""
     (d, m), c = layer.dims, layer.groups
     like = layer.weight.detach()
-    kind = torch.float32 if like.dtype in (torch.float16, torch.bfloat16) else like.dtype
+    kind = linear_algebra.full_type(like.dtype)
     lengths = [c * d * (d + 1) // 2, c * m * (m + 1) // 2]
     parts = [like.new_zeros(length, dtype=kind) for length in lengths]
     counts = [0.0] * 4

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, overload
+from typing import Any, Self, overload
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from ul2q.pipeline.kfac import state, training_schemes
 from ul2q.pipeline.kfac.distributed.collector import Collector
 from ul2q.pipeline.kfac.distributed.wire_format import Contribution
 from ul2q.pipeline.kfac.layers.batch_norm import BatchNormLayer
-from ul2q.pipeline.kfac.layers.kronecker import KroneckerLayer, find_layers
+from ul2q.pipeline.kfac.layers.kronecker import KroneckerLayer, Layer, find_layers
 from ul2q.pipeline.kfac.layers.running_stats import RunningStatistics
 from ul2q.pipeline.kfac.momentum import momentum_step_
 from ul2q.pipeline.kfac.options import Options, check_intervals, check_settings
@@ -25,6 +26,9 @@ from ul2q.pipeline.kfac.preconditioner import NaturalGradient
 from ul2q.pipeline.kfac.refresh_schedule import Schedule
 
 logger = logging.getLogger(__name__)
+
+#: factor of a loss over its mean, above which it is none: a rank's share of a batch may be a little larger
+_MOST_WEIGHT = 1.25
 
 
 class KFAC(torch.optim.Optimizer):
@@ -41,7 +45,10 @@ class KFAC(torch.optim.Optimizer):
     the learning rates of earlier steps, a schedule that lowers lr should lower the momentum too, as the paper
     does.
 
-    The loss must be a mean over the batch. Statistics come from forward passes in training mode with
+    The loss must be a mean over the batch, or its factor over that given as ``loss_scale``: one that is
+    larger enters the factors squared, so that updates become small. ``reduction="sum"``, and micro-batches
+    whose losses are not divided by their number, are noticed for cross-entropies with hard labels only, by a
+    warning. Statistics come from forward passes in training mode with
     gradients enabled, and from all backward passes since the last step: micro-batches whose losses add up to
     the mean over the big batch give the statistics and the update of the big batch.
 
@@ -49,13 +56,14 @@ class KFAC(torch.optim.Optimizer):
     state. A step has five stages: forward (A) and backward (G) on every rank's own examples; reduction of
     statistics and gradients to the owners, during backward; inversion, preconditioning and update at the
     owners; broadcast of the new weights. The total loss is the mean of the ranks' losses. Gradients in
-    ``p.grad`` stay local and must not be changed between ``backward`` and ``step``. To accumulate, run all
-    micro-batches but the last inside :meth:`no_sync`. Construct the optimiser on all ranks together; it
-    broadcasts the model of rank 0. The model must not be wrapped in DistributedDataParallel, which would
-    reduce a second time: it is unwrapped with a warning.
+    ``p.grad`` stay local; ``step`` raises if they were changed after ``backward``: clip by
+    ``Options(max_norm=…)``. To accumulate, run all micro-batches but the last inside :meth:`no_sync`.
+    Construct the optimiser on all ranks together; it broadcasts the model of rank 0. The model must not be
+    wrapped in DistributedDataParallel, which would reduce a second time: it is unwrapped with a warning.
 
-    A GradScaler works as with torch's optimisers (call ``scaler.step(optimizer)`` without ``unscale_``), on
-    one rank; for a custom scale set ``loss_scale``.
+    A GradScaler works as with torch's optimisers, on one rank: call ``scaler.step(optimizer)`` without
+    ``unscale_``, which would leave the statistics scaled (``step`` then raises). For a custom scale set
+    ``loss_scale``.
 
     Attributes:
         model: the model.
@@ -100,22 +108,34 @@ class KFAC(torch.optim.Optimizer):
             options: everything else.
 
         Raises:
-            UsageError: a value is out of range.
+            UsageError: ``model`` is no module, or a value is out of range.
         """
+        if not isinstance(model, nn.Module):
+            raise UsageError(
+                f"KFAC: `model` is of type {type(model).__name__}: give the network itself, KFAC(model, …), "
+                "not its parameters; for groups of them call add_param_group afterwards"
+            )
         check_settings(lr, damping, momentum, weight_decay, factor_decay, kl_clip)
         check_intervals(factor_interval, inverse_interval)
         self.options = options or Options()
         self.model = _unwrapped(model)
         self.loss_scale = loss_scale
+        self._intervals: dict[str, Any] = {
+            "factor_interval": factor_interval,
+            "inverse_interval": inverse_interval,
+            "factor_decay": factor_decay,
+        }
         self.steps = self.skipped = 0
-        self._layers, uncovered = find_layers(self.model)
-        if self.options.batch_norm == "plain":
-            for name in [n for n, layer in self._layers.items() if isinstance(layer, BatchNormLayer)]:
-                del self._layers[name]
-                uncovered[name] = "batch_norm='plain' was asked for"
+        self._layers, uncovered = self._find_layers()
+        self._unfrozen: frozenset[str] = frozenset()
+        self._warned = False
         plain_lr = lr if self.options.plain_lr is None else self.options.plain_lr
         super().__init__(
-            self._groups(plain_lr),
+            [
+                {"params": parameters, **({} if index == 0 else {"lr": plain_lr})}
+                for index, parameters in enumerate(self._trainable())
+                if parameters
+            ],
             {
                 "lr": lr,
                 "damping": damping,
@@ -124,24 +144,79 @@ class KFAC(torch.optim.Optimizer):
                 "kl_clip": kl_clip,
             },
         )
+        self._attach(uncovered)
+        self._arm()
+
+    def _find_layers(self) -> tuple[dict[str, Layer], dict[str, str]]:
+        """Return the covered layers by name, and the reasons why others are not."""
+        layers, uncovered = find_layers(self.model)
+        if self.options.batch_norm == "plain":
+            for name in [n for n, layer in layers.items() if isinstance(layer, BatchNormLayer)]:
+                del layers[name]
+                uncovered[name] = "batch_norm='plain' was asked for"
+        return layers, uncovered
+
+    def _trainable(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the trainable parameters with curvature, and those without."""
+        covered: list[Tensor] = [p for layer in self._layers.values() for p in layer.parameters]
+        ids = {id(p) for p in covered}
+        return covered, [p for p in self.model.parameters() if p.requires_grad and id(p) not in ids]
+
+    def _attach(self, uncovered: dict[str, str]) -> None:
+        """Register hooks on the model and start without statistics."""
         self._running = RunningStatistics(self.model)
         self._collector = Collector(
             self.model,
             self._layers,
             self.options,
-            rows=factor_decay == 0,
-            inverse_interval=inverse_interval,
+            rows=self._intervals["factor_decay"] == 0,
+            inverse_interval=self._intervals["inverse_interval"],
         )
         self._natural = NaturalGradient(
             self._layers,
             [unit.layer for unit in self._collector.own if unit.layer is not None],
             uncovered,
             self.options,
-            (factor_interval, inverse_interval),
-            factor_decay,
+            (self._intervals["factor_interval"], self._intervals["inverse_interval"]),
+            self._intervals["factor_decay"],
             self._collector.total,
         )
-        self._arm()
+
+    def _include_unfrozen(self) -> None:
+        """Take in parameters of the model that have become trainable; their statistics are due at once.
+
+        Raises:
+            UsageError: there are some, on several ranks.
+        """
+        known = {id(p) for unit in self._collector.units for p in unit.parameters}
+        if all(id(p) in known for p in self.model.parameters() if p.requires_grad):
+            return
+        if self._collector.world > 1:
+            raise UsageError(
+                "KFAC: parameters were unfrozen or added after its construction: on several ranks construct "
+                "a new optimiser"
+            )
+        old, before = self._natural, self._layers
+        self.remove()
+        self._layers, uncovered = self._find_layers()
+        self._attach(uncovered)
+        ids = {name: [id(p) for p in layer.parameters] for name, layer in before.items()}
+        same = {n for n, lay in self._layers.items() if ids.get(n) == [id(p) for p in lay.parameters]}
+        self._natural.take_over(old, same)
+        self._unfrozen = frozenset(self._layers) - same
+        self._regroup()
+
+    def _regroup(self) -> None:
+        """Add parameters without a group to the first group of their kind, in the order of the model."""
+        kinds = self._trainable()
+        order = {p: index for index, p in enumerate(itertools.chain(*kinds))}
+        grouped = {p for group in self.param_groups for p in group["params"]}
+        for parameters in kinds:
+            alike = (group for group in self.param_groups if not set(parameters).isdisjoint(group["params"]))
+            group = next(alike, self.param_groups[0])
+            group["params"] += [p for p in parameters if p not in grouped]
+        for group in self.param_groups:
+            group["params"].sort(key=lambda p: order.get(p, -1))
 
     @property
     def uncovered(self) -> dict[str, str]:
@@ -156,14 +231,6 @@ class KFAC(torch.optim.Optimizer):
         """The schedule of refreshes."""
         return self._natural.schedule
 
-    def _groups(self, plain_lr: float) -> list[dict[str, Any]]:
-        """Return the parameter groups: with curvature, then without, if there are any."""
-        covered = [p for layer in self._layers.values() for p in layer.parameters]
-        ids = {id(p) for p in covered}
-        plain = [p for p in self.model.parameters() if p.requires_grad and id(p) not in ids]
-        groups: list[dict[str, Any]] = [{"params": covered}] if covered else []
-        return [*groups, {"params": plain, "lr": plain_lr}] if plain else groups
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without communication: for every micro-batch but the last.
@@ -176,8 +243,9 @@ class KFAC(torch.optim.Optimizer):
 
     def _arm(self) -> None:
         """Prepare for the batches of the next step."""
+        self._include_unfrozen()
         self._running.forget()
-        wanted = frozenset(name for name in self._layers if self.schedule.due(name, self.steps))
+        wanted = frozenset(n for n in self._layers if self.schedule.due(n, self.steps)) | self._unfrozen
         self._collector.arm(wanted, measure_error=self.options.factor_share < 1 and self.steps == 0)
 
     @property
@@ -198,6 +266,10 @@ class KFAC(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients and the statistics collected with them."""
         super().zero_grad(set_to_none)
+        layers = self._layers
+        self._include_unfrozen()
+        if self._layers is not layers:
+            self._arm()
         self._collector.discard()
 
     @overload
@@ -221,6 +293,7 @@ class KFAC(torch.optim.Optimizer):
 
         Raises:
             JobError: another rank has ended.
+            UsageError: on several ranks gradients were changed after ``backward``, or a GradScaler is used.
         """
         loss = None
         if closure is not None:
@@ -228,17 +301,23 @@ class KFAC(torch.optim.Optimizer):
                 loss = closure()
         scale = self._scale()
         parts = self._collector.collect(scale)
-        if not self._finite(parts):
+        gradients = [g for part in parts.values() for g in part.gradients if g is not None]
+        if not self._finite(gradients, scale):
             self.skipped += 1
             logger.warning("K-FAC skipped a batch: a gradient is NaN or infinite (%d so far)", self.skipped)
             self._running.restore()
             self._arm()
             return loss
+        self._clip(gradients)
         first = self.param_groups[0]
         if self.refresh_due:
             wanted = self._collector.wanted
-            self._natural.refresh(wanted, parts, scale, first["damping"], self.steps)
-        self._apply(parts, self._natural.directions(parts, first["lr"], first["kl_clip"]))
+            # The Fisher matrix of a mean over independent terms is their number times that of the mean.
+            statistics_scale = scale / self.options.loss_terms**0.5
+            self._natural.refresh(wanted, parts, statistics_scale, first["damping"], self.steps)
+        rates = {p: group["lr"] for group in self.param_groups for p in group["params"]}
+        self._apply(parts, self._natural.directions(parts, rates, first["kl_clip"]))
+        self._unfrozen = frozenset()
         self._collector.share_parameters()
         self.steps += 1
         self._arm()
@@ -248,9 +327,15 @@ class KFAC(torch.optim.Optimizer):
         """Return the factor of the summed gradients: the loss scale times the number of ranks.
 
         Raises:
-            UsageError: a GradScaler is used on several ranks.
+            UsageError: a GradScaler is used on several ranks, or its ``unscale_`` was called.
         """
         scale = self.loss_scale
+        # GradScaler sets both attributes for the time of a step, and the first to None after unscale_.
+        if hasattr(self, "found_inf") and getattr(self, "grad_scale", None) is None:
+            raise UsageError(
+                "KFAC: GradScaler.unscale_ divided the gradients but not the statistics of their backward "
+                "pass: leave it out, scaler.step(optimizer) divides both; to clip give Options(max_norm=…)"
+            )
         if isinstance(scaler := getattr(self, "grad_scale", None), Tensor):  # set by torch's GradScaler
             if self._collector.world > 1:
                 raise UsageError(
@@ -259,12 +344,28 @@ class KFAC(torch.optim.Optimizer):
             scale *= float(scaler)
         return scale * self._collector.world
 
-    def _finite(self, parts: dict[str, Contribution]) -> bool:
-        """Return whether every gradient is finite, on all ranks."""
-        gradients = [g for part in parts.values() for g in part.gradients if g is not None]
+    def _finite(self, gradients: list[Tensor], scale: float) -> bool:
+        """Return whether every gradient is finite, on all ranks; warn of a loss that is no mean."""
         bad = float(getattr(self, "found_inf", 0.0)) > 0
         bad = bad or bool(gradients and not torch.isfinite(get_total_norm(gradients)))
-        return self._collector.total([float(bad)]) == [0.0]
+        bad_ranks, weight = self._collector.total([float(bad), 0.0 if bad else self._collector.loss_weight])
+        if weight > _MOST_WEIGHT * scale and not self._warned:
+            self._warned = True
+            logger.warning(
+                "K-FAC: the loss is at least %.1f times a mean over the batch (reduction='sum', or undivided "
+                "losses of micro-batches), which makes updates too small: divide it, or set loss_scale",
+                weight / scale,
+            )
+        return bad_ranks == 0
+
+    def _clip(self, gradients: list[Tensor]) -> None:
+        """Scale the gradients of this rank's units down such that those of all ranks keep to ``max_norm``."""
+        if self.options.max_norm is None:
+            return
+        squares = float(get_total_norm(gradients)) ** 2 if gradients else 0.0
+        norm = self._collector.total([squares])[0] ** 0.5
+        if norm > self.options.max_norm and gradients:
+            torch._foreach_mul_(gradients, self.options.max_norm / norm)
 
     def _apply(self, parts: dict[str, Contribution], directions: dict[Tensor, Tensor]) -> None:
         """Update the parameters that this rank owns."""
@@ -296,14 +397,36 @@ class KFAC(torch.optim.Optimizer):
         return state["velocity"]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise once the optimiser is constructed: its parameters are those of its model.
+        """Give some parameters of the model settings of their own: they leave the group they were in.
+
+        The damping and the norm guard are common to all groups: those of the first count.
+
+        Args:
+            param_group: ``params`` and their ``lr``, ``momentum`` or ``weight_decay``; what is missing is as
+                the optimiser was constructed with.
 
         Raises:
-            UsageError: the optimiser is constructed.
+            UsageError: a parameter is not a trainable one of the model, or a setting is not a group's own.
         """
-        if hasattr(self, "_collector"):
-            raise UsageError("KFAC: its parameters are those of its model: construct a new optimiser")
-        super().add_param_group(param_group)
+        if not hasattr(self, "_collector"):
+            super().add_param_group(param_group)
+            return
+        parameters = param_group["params"]
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        grouped = {id(p) for group in self.param_groups for p in group["params"]}
+        if not all(id(p) in grouped for p in parameters):
+            raise UsageError(
+                "KFAC: `params` of a group must be trainable parameters of its model: to train several "
+                "networks at once construct it with one module that holds them"
+            )
+        if common := [key for key in ("damping", "kl_clip") if key in param_group]:
+            raise UsageError(f"KFAC: `{common[0]}` is common to all groups: set it on construction")
+        own = {id(p) for p in parameters}
+        for group in self.param_groups:
+            group["params"] = [p for p in group["params"] if id(p) not in own]
+        super().add_param_group({**param_group, "params": parameters})
+        self.param_groups[-1] |= {key: self.param_groups[0][key] for key in ("damping", "kl_clip")}
+        self.param_groups = [group for group in self.param_groups if group["params"]]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for resuming, as plain types and tensors, on one rank.
@@ -384,10 +507,60 @@ class KFAC(torch.optim.Optimizer):
             return None
         return local | {"layers": state.merged(parts, self._layers)}
 
-    def remove_hooks(self) -> None:
-        """Remove the hooks from the model; later steps use the present curvature."""
-        self._collector.remove_hooks()
+    def remove(self) -> None:
+        """Remove the hooks from the model, as happens when the optimiser is gone.
+
+        Later steps use the present curvature.
+        """
+        self._collector.remove()
         self._running.remove()
+
+    def __enter__(self) -> Self:
+        """Return the optimiser, whose hooks leave the model at the end of the block."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Remove the hooks from the model."""
+        self.remove()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how a copy is made: attached to the copy of the model that the same copying makes.
+
+        Raises:
+            JobError: there are several ranks.
+        """
+        position = {p: index for index, p in enumerate(self.model.parameters())}
+        arguments = {
+            **{key: self.defaults[key] for key in ("lr", "damping", "momentum", "weight_decay", "kl_clip")},
+            **self._intervals,
+            "loss_scale": self.loss_scale,
+            "options": self.options,
+        }
+        groups = [[position[p] for p in group["params"]] for group in self.param_groups]
+        return _restored, (type(self), self.model, arguments, groups, self.state_dict())
+
+
+def _restored(
+    kind: type[KFAC],
+    model: nn.Module,
+    arguments: dict[str, Any],
+    groups: list[list[int]],
+    state_dict: dict[str, Any],
+) -> KFAC:
+    """Return a copied or unpickled optimiser.
+
+    Args:
+        kind: its class.
+        model: the copy of its model.
+        arguments: of its construction.
+        groups: parameters of every group, as positions among those of the model.
+        state_dict: its state.
+    """
+    optimizer = kind(model, **arguments)
+    parameters = list(model.parameters())
+    optimizer.param_groups = [{"params": [parameters[k] for k in group]} for group in groups]
+    optimizer.load_state_dict(state_dict)
+    return optimizer
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

@@ -89,6 +89,11 @@ class Options:
             both fixed intervals. None keeps the fixed ones.
         factor_share: fraction of a batch's examples that statistics are computed from; below 1 is cheaper and
             unbiased but noisier. ``KFAC.sampling_error`` has the error.
+        loss_terms: terms of which the loss of one example is the mean: positions of a sequence or a map,
+            outputs of a squared error. Factors then are those of the terms, and damping means the same for
+            every number of them.
+        max_norm: bound of the norm of the whole gradient, which is scaled down to it before it is
+            preconditioned, as by ``torch.nn.utils.clip_grad_norm_``, but over all ranks; None leaves it.
         transport: type in which statistics and gradients are sent between ranks: float32, float16 or
             bfloat16; None uses the type of the parameters. Sums are computed in float32 or wider.
         bucket_bytes: approximate size of the buckets in which gradients are sent.
@@ -101,6 +106,8 @@ class Options:
     rescale_weights: bool = False
     adaptive: float | None = None
     factor_share: float = 1.0
+    loss_terms: float = 1.0
+    max_norm: float | None = None
     transport: str | None = None
     bucket_bytes: int = 4 << 20
     distributed: bool | None = None
@@ -114,6 +121,8 @@ class Options:
         check_range("plain_lr", self.plain_lr or 0, 0)
         check_range("adaptive", 1 if self.adaptive is None else self.adaptive, 0, open_low=True)
         check_range("factor_share", self.factor_share, 0, open_low=True, high=1)
+        check_range("loss_terms", self.loss_terms, 0, open_low=True)
+        check_range("max_norm", 1 if self.max_norm is None else self.max_norm, 0, open_low=True)
         check_range("bucket_bytes", self.bucket_bytes, 1)
         if self.batch_norm not in BATCH_NORMS:
             raise UsageError(

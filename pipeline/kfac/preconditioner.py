@@ -51,6 +51,7 @@ class NaturalGradient:
         self._layers = {layer.name: layer for layer in own}
         self._decay, self._total = decay, total
         self.uncovered = dict(uncovered)
+        self._stale: set[tuple[str, str]] = set()  # what was logged
         for name, reason in uncovered.items():
             logger.info("K-FAC leaves %s to the plain gradient: %s", name, reason)
         # Gradients as matrices, reused in every step: allocating memory takes time.
@@ -68,6 +69,19 @@ class NaturalGradient:
         if options.adaptive is not None:
             self.schedule = AdaptiveSchedule(names, options.adaptive)
 
+    def take_over(self, old: NaturalGradient, names: Iterable[str]) -> None:
+        """Continue with the curvature and the schedule of an earlier one.
+
+        Args:
+            old: the earlier one, of the same model with the same settings.
+            names: layers that are as they were.
+        """
+        for name in names:
+            self.curvature[name] = old.curvature[name]
+            if name in old.uncovered:
+                self.uncovered[name] = old.uncovered[name]
+        self.schedule.load_state_dict(old.schedule.state_dict())
+
     def refresh(
         self,
         wanted: frozenset[str],
@@ -81,7 +95,7 @@ class NaturalGradient:
         Args:
             wanted: layers with new statistics, the same on all ranks.
             parts: contributions of the layers that this rank owns.
-            scale: factor of the mean loss over all ranks.
+            scale: factor of the mean loss over all ranks, by whose square statistics are divided.
             damping: λ.
             step: step number.
         """
@@ -125,20 +139,25 @@ class NaturalGradient:
             self.uncovered.pop(name, None)
 
     def _leave_plain(self, name: str, reason: str, level: int = logging.WARNING) -> None:
-        """Log once why a layer is updated by the plain gradient; older inverses, if any, stay in use."""
-        if self.curvature[name].ready or self.uncovered.get(name) == reason:
+        """Log once why a layer is updated by the plain gradient, or by older inverses where it has any."""
+        if self.curvature[name].ready:
+            if (name, reason) not in self._stale:
+                self._stale.add((name, reason))
+                logger.log(level, "K-FAC keeps the older curvature of %s: %s", name, reason)
+            return
+        if self.uncovered.get(name) == reason:
             return
         self.uncovered[name] = reason
         logger.log(level, "K-FAC leaves %s to the plain gradient: %s", name, reason)
 
     def directions(
-        self, parts: Mapping[str, Contribution], lr: float, kl_clip: float | None
+        self, parts: Mapping[str, Contribution], rates: Mapping[Tensor, float], kl_clip: float | None
     ) -> dict[Tensor, Tensor]:
         """Return the preconditioned gradients, scaled by the norm guard over all ranks.
 
         Args:
             parts: contributions of the layers that this rank owns.
-            lr: learning rate η.
+            rates: learning rate η of every parameter.
             kl_clip: κ, or None.
 
         Returns:
@@ -154,13 +173,14 @@ class NaturalGradient:
             torch._foreach_copy_(views, gradients)
             curvature.precondition_(v, self._spare_like(v))
             if kl_clip is not None:
-                inner += sum(float((d * g).sum()) for d, g in zip(views, gradients, strict=True))
+                steps = zip(self._layers[name].parameters, views, gradients, strict=True)
+                inner += sum(rates[p] ** 2 * float((d * g).sum()) for p, d, g in steps)
             directions |= dict(zip(self._layers[name].parameters, views, strict=True))
         if kl_clip is None:
             return directions
         (inner,) = self._total([inner])
-        if lr**2 * abs(inner) > kl_clip:
-            nu = (kl_clip / (lr**2 * abs(inner))) ** 0.5
+        if abs(inner) > kl_clip:
+            nu = (kl_clip / abs(inner)) ** 0.5
             for direction in directions.values():
                 direction.mul_(nu)
         return directions

@@ -10,7 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.errors import UsageError, listed
 from ul2q.pipeline.kfac import training_schemes
 
 
@@ -106,5 +106,5 @@ def recipe(name: str) -> Recipe:
         UsageError: the name is unknown.
     """
     if name not in RECIPES:
-        raise UsageError(f"`recipe` is {name!r}: use one of {', '.join(RECIPES)}")
+        raise UsageError(f"`recipe` is {name!r}: use one of {listed(RECIPES)}")
     return RECIPES[name]

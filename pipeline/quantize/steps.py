@@ -67,6 +67,7 @@ class Step:
         granularity: "tensor" or "channel".
         ratio: step over statistic, float32 [] or [C]; None for λ*_k.
         symmetric: whether β = 0 and the statistic is max|w|, else β = μ and it is σ.
+        zero: whether β moves to the nearest offset for which 0 is a level, as pruned weights need it.
         error: squared error of the layer's output over its variance, on calibration samples; None if unknown.
     """
 
@@ -75,26 +76,37 @@ class Step:
     ratio: Floats | None = None
     symmetric: bool = False
     error: float | None = None
+    zero: bool = False
 
     def to_array(self) -> NDArray[np.float64]:
         """Return the rule as numbers: name, granularity, symmetry, error, then the ratio."""
         error = -1.0 if self.error is None else self.error
-        head = [NAMES.index(self.name), GRANULARITIES.index(self.granularity), self.symmetric, error]
+        flags = self.symmetric + 2 * self.zero
+        head = [NAMES.index(self.name), GRANULARITIES.index(self.granularity), flags, error]
         return np.array([*head, *([] if self.ratio is None else np.ravel(self.ratio))], np.float64)
 
     @classmethod
     def from_array(cls, numbers: NDArray[np.float64]) -> Step:
         """Return the rule that `to_array` wrote."""
-        name, granularity, symmetric, error = (float(v) for v in numbers[:4])
+        name, granularity, flags, error = (float(v) for v in numbers[:4])
         ratio = numbers[4:].astype(np.float32)
         one = GRANULARITIES[int(granularity)]
         return cls(
             NAMES[int(name)],
             one,
             None if not ratio.size else ratio.reshape(() if one == "tensor" else (-1,)),
-            bool(symmetric),
+            bool(int(flags) & 1),
             None if error < 0 else error,
+            bool(int(flags) & 2),
         )
+
+
+def offset_with_zero(alpha: Any, beta: Any, k: int, xp: Any) -> Any:
+    """Return the offset nearest to ``beta`` for which 0 is one of the levels α(q + 1/2) + β."""
+    step = xp.where(alpha > 0, alpha, alpha * 0 + 1)
+    half = 2.0 ** (k - 1)
+    place = xp.clip(xp.round(beta / step + 0.5), 1 - half, half)
+    return xp.where(alpha > 0, step * (place - 0.5), beta)
 
 
 PAPER: Final = Step()
@@ -139,6 +151,8 @@ def candidates(
     step: str = AUTO,
     granularity: str = AUTO,
     importance: Callable[[], NDArray[Any]] | None = None,
+    *,
+    zero: bool = False,
 ) -> Iterator[Step]:
     """Yield the steps that a configuration leaves to choose from, the cheapest first.
 
@@ -148,6 +162,7 @@ def candidates(
         step: auto, paper, mse or minmax.
         granularity: auto, tensor or channel.
         importance: computes the importance for `fitted_step`, which ``auto`` uses.
+        zero: whether 0 must be a level.
 
     Yields:
         λ*σ per tensor, fitted steps per tensor and per channel.
@@ -155,13 +170,13 @@ def candidates(
     granularities = GRANULARITIES if granularity == AUTO else (granularity,)
     for i, one in enumerate(granularities):
         if step == "paper" or (step == AUTO and i == 0):
-            yield Step(granularity=one)
+            yield Step(granularity=one, zero=zero)
         if step == "minmax":
-            yield minmax_step(w, k, one)
+            yield replace(minmax_step(w, k, one), zero=zero)
         elif step == "mse":
-            yield fitted_step(w, k, one)
+            yield fitted_step(w, k, one, zero=zero)
         elif step == AUTO:
-            yield fitted_step(w, k, one, importance=None if importance is None else importance())
+            yield fitted_step(w, k, one, importance=None if importance is None else importance(), zero=zero)
 
 
 def minmax_step(w: NDArray[Any], k: int, granularity: str, channel_axis: int = 0) -> Step:
@@ -176,6 +191,8 @@ def fitted_step(
     granularity: str,
     channel_axis: int = 0,
     importance: NDArray[Any] | None = None,
+    *,
+    zero: bool = False,
 ) -> Step:
     """Fit the step of the least squared error.
 
@@ -189,6 +206,7 @@ def fitted_step(
         channel_axis: axis of the output channels.
         importance: what the squared error of each weight is multiplied by, shaped to broadcast with ``w``;
             None for one.
+        zero: whether 0 must be a level.
 
     Returns:
         The rule, "output" with an importance and "mse" without.
@@ -209,20 +227,21 @@ def fitted_step(
         symmetric: bool,
         multiplier: int | None = None,
     ) -> Step:
+        multiplier = 1 if zero else multiplier  # its lattice of offsets is that of levels with 0
         high = 2 * _largest(rows, beta) / (2**k - 1)
         low = np.minimum(high, _SMALLEST * ul2q.LAMBDA[k] * sigma)
         alpha = _least_error(
             lambda steps: squared_error(rows, steps, beta, k, weights, multiplier), low, high
         )
         ratio = (alpha / np.where(statistic > 0, statistic, 1)).astype(np.float32)
-        return Step(name, granularity, ratio.reshape(shape), symmetric)
+        return Step(name, granularity, ratio.reshape(shape), symmetric, zero=zero)
 
     largest = _largest(rows, np.zeros_like(mean))
     one_offset = granularity == "tensor" and bool(largest[0] > 1.5 * _largest(rows, mean)[0])
     centred = None
     if k in CENTRED_WIDTHS or one_offset:
         centred = fit(sigma, mean, symmetric=False, multiplier=1 if k > 5 else None)
-        if k <= 5:  # again, with offsets on the lattice that suits the first steps
+        if k <= 5 and not zero:  # again, with offsets on the lattice that suits the first steps
             multiplier = _grid(centred, sigma, mean, k).multiplier
             centred = fit(sigma, mean, symmetric=False, multiplier=multiplier)
     if centred is not None and (granularity == "tensor" or _fits(centred, sigma, mean, k)):
@@ -244,7 +263,8 @@ def weights_with_codes(
     """Move weights into the cells of given codes, and adapt the ratio, so that these are their own codes.
 
     Every weight keeps its value where it lies in its cell, else it gets the nearest one inside. With β = μ
-    all are shifted first, as far as keeps the mean; so the grid remains the same.
+    all are shifted first, as far as keeps the mean, so that the grid remains the same. Where 0 must be a
+    level, weights that are 0 stay so.
 
     Args:
         w: weight.
@@ -257,10 +277,15 @@ def weights_with_codes(
         The weights, float32 of the shape of ``w``, and the rule; None where no weights with this mean have
         these codes.
     """
+
+    def placed(values: NDArray[Any], ratio: Floats | None) -> tuple[Floats, Grid]:
+        alpha, beta = ul2q.scale_offset(values, k, axis, ratio=ratio, symmetric=step.symmetric)
+        centre = offset_with_zero(alpha, beta, k, np) if step.zero else beta
+        return alpha, deployable_grid(alpha, centre, k)
+
     axis = channel_axis if step.granularity == "channel" else None
     rows, q = _rows(w, step.granularity, channel_axis), _rows(codes, step.granularity, channel_axis)
-    alpha, beta = ul2q.scale_offset(w, k, axis, ratio=step.ratio, symmetric=step.symmetric)
-    grid = deployable_grid(alpha, beta, k)
+    alpha, grid = placed(w, step.ratio)
     width, middle = (np.ravel(v).astype(np.float64)[:, None] for v in (grid.alpha, grid.beta))
     centre = width * (q + 0.5) + middle
     reach = (0.5 - _CELL_MARGIN) * width
@@ -268,26 +293,29 @@ def weights_with_codes(
     high = np.where(q == 2 ** (k - 1) - 1, np.inf, centre + reach)
     constant = width[:, 0] == 0
     low[constant], high[constant] = -np.inf, np.inf
+
+    def inside(shift: NDArray[np.float64]) -> NDArray[np.float64]:
+        moved: NDArray[np.float64] = np.clip(rows + shift, low, high)
+        return np.where(rows == 0, 0, moved) if step.zero else moved
+
     shift = np.zeros_like(width)
     if not step.symmetric:
         mean = rows.mean(1, dtype=np.float64)
         down, up = -(2.0**k) * width, 2.0**k * width
         for _ in range(_BISECTIONS):
             shift = (down + up) / 2
-            short = (np.clip(rows + shift, low, high).mean(1) < mean)[:, None]
+            short = (inside(shift).mean(1) < mean)[:, None]
             down, up = np.where(short, shift, down), np.where(short, up, shift)
-    moved = np.clip(rows + shift, low, high).astype(np.float32)
+    moved = inside(shift).astype(np.float32)
     shape = np.moveaxis(np.empty(w.shape), channel_axis, 0).shape if axis is not None else w.shape
     result = moved.reshape(shape)
     if axis is not None:
         result = np.ascontiguousarray(np.moveaxis(result, 0, channel_axis))
-    unit = np.ones_like(alpha)
-    statistic, _ = ul2q.scale_offset(result, k, axis, ratio=unit, symmetric=step.symmetric)
+    statistic, _ = placed(result, np.ones_like(alpha))
     ratio = np.asarray(alpha / np.where(statistic > 0, statistic, 1), np.float32)
     new = replace(step, ratio=ratio)
-    alpha, beta = ul2q.scale_offset(result, k, axis, ratio=ratio, symmetric=step.symmetric)
-    grid = deployable_grid(alpha, beta, k)
-    if not np.array_equal(grid_codes(result, grid, channel_axis), codes):
+    _, same = placed(result, ratio)
+    if not np.array_equal(grid_codes(result, same, channel_axis), codes):
         return None
     return result, new
 
@@ -299,7 +327,8 @@ def _alpha(step: Step, statistic: NDArray[np.float64]) -> Floats:
 
 def _grid(step: Step, statistic: NDArray[np.float64], mean: NDArray[np.float64], k: int) -> Grid:
     alpha = _alpha(step, statistic)
-    return deployable_grid(alpha, np.zeros_like(alpha) if step.symmetric else mean.astype(np.float32), k)
+    beta = np.zeros_like(alpha) if step.symmetric else mean.astype(np.float32)
+    return deployable_grid(alpha, offset_with_zero(alpha, beta, k, np) if step.zero else beta, k)
 
 
 def _fits(step: Step, sigma: NDArray[np.float64], mean: NDArray[np.float64], k: int) -> bool:

@@ -61,6 +61,7 @@ def html(report: Report) -> str:
         sections=_SECTIONS,
         headlines=text.headlines(report),
         accuracy=pictures.accuracy(report),
+        epochs=pictures.epochs(report),
         fidelities=[(row.label, row.after, row.note) for row in text.fidelities(report)],
         parities=[(row.label, row.note) for row in text.parities(report)],
         metrics=[

@@ -154,6 +154,23 @@ def loss(report: Report) -> Chart:
     return Chart(rows, "0", f"{axis.high:.3g}")
 
 
+def epochs(report: Report) -> Chart:
+    """Return the loss of every epoch of the fine-tuning as a bar, and its score beside it."""
+    known = [(row["epoch"], row["loss"], row["score"]) for row in report["epochs"] if row["loss"] is not None]
+    if not known:
+        return Chart()
+    axis = Axis.over(0, *(loss for _, loss, _ in known))
+    rows = [
+        Row(
+            f"epoch {number}",
+            f"loss {value:.4g}" + ("" if score is None else f", validation score {score:.4f}"),
+            (_bar(axis, min(value, 0), max(value, 0), "after"),),
+        )
+        for number, value, score in known
+    ]
+    return Chart(rows, f"{axis.low:.3g}", f"{axis.high:.3g}")
+
+
 def sqnr(report: Report) -> Chart:
     """Return each layer's signal-to-noise ratio."""
     values = {layer["name"]: layer["sqnr_db"] for layer in report["layers"] if layer["sqnr_db"] is not None}

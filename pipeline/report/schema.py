@@ -61,6 +61,8 @@ class Layer(TypedDict):
     sqnr_db: float | None  # of the weights
     loss: float | None  # squared error of the weights over their variance; its optimum is ul2q.LOSS[wbits]
     histogram: WeightHistogram | None
+    zeros_float: float | None  # share of weights that are exactly 0 before quantisation
+    zeros: float | None  # the same after
     bytes_float: int | None
     bytes_quantized: int | None  # codes, scales and bias in the file
     quantized: bool
@@ -145,6 +147,7 @@ class Accuracy(TypedDict):
     quantized: float | None  # the lowered torch model
     onnxruntime: float | None
     keras: float | None
+    note: str | None  # what the figures may not show
 
 
 class Task(TypedDict):
@@ -208,6 +211,15 @@ class Latency(TypedDict):
     ratio: float | None  # quantised / float
     threads: int | None
     operators: dict[str, int] | None
+    shares: dict[str, float] | None  # of the time of all operators, by operator type
+
+
+class Epoch(TypedDict):
+    """One epoch of the fine-tuning."""
+
+    epoch: int
+    loss: float | None  # mean training loss
+    score: float | None  # on validation samples, larger is better
 
 
 class Report(TypedDict):
@@ -221,6 +233,7 @@ class Report(TypedDict):
     seconds: dict[str, float]
     layers: list[Layer]
     activations: list[Activation]
+    float_operators: list[str] | None  # operators without weights that no integer kernel computes
     size: Size
     memory: Memory
     operations: Operations
@@ -232,6 +245,7 @@ class Report(TypedDict):
     latency_ms: Latency
     load_ms: FloatAndQuantized  # median time of loading the file in ONNX Runtime
     cpu: Cpu
+    epochs: list[Epoch]  # of the fine-tuning
     warnings: list[str]
 
 

@@ -10,6 +10,8 @@ from ul2q.pipeline.errors import quantity
 from ul2q.pipeline.report.schema import NUMBERS, Accuracy, Layer, OutputFidelity, Parity, Report
 
 NONE = "–"
+# From this share of exact zeros among the weights on, the report shows it.
+_SPARSE = 0.01
 #: titles of runtimes; others are shown by their own names
 RUNTIMES = {
     "onnxruntime": "ONNX Runtime",
@@ -18,6 +20,7 @@ RUNTIMES = {
 }
 # Outputs that the summary shows.
 _SHOWN_OUTPUTS = 4
+_SHOWN_OPERATORS = 8
 LAYER_HEADER = ("layer", "operator", "weights", "bits", "α", "β", "SQNR dB", "bytes", "remark")
 
 
@@ -72,7 +75,8 @@ def one_line(report: Report) -> str:
         parts.append(times_smaller(ratio))
     if (after := accuracy_after(report)) is not None:
         name = accuracy["metric"] or "accuracy"
-        parts.append(f"{name} {score(report, after)} (float {score(report, accuracy['float'])})")
+        note = f"; {accuracy['note']}" if accuracy["note"] else ""
+        parts.append(f"{name} {score(report, after)} (float {score(report, accuracy['float'])}{note})")
     elif (least := _worst(report)) is not None:
         parts.append(f"SQNR {decibels(least['sqnr_db'])} against float")
     return ", ".join(parts)
@@ -232,9 +236,9 @@ def _drop(report: Report) -> Headline:
             return Headline("SQNR of the outputs", decibels(worst["sqnr_db"]), _compared(report, worst))
         return Headline("accuracy drop", NONE, "not measured: no labelled test samples")
     points = 100 * (before - after)
-    samples = "" if accuracy["samples"] is None else f", {quantity(accuracy['samples'], 'test sample')}"
+    about = "".join(f", {words}" for words in _about_samples(accuracy))
     name = accuracy["metric"] or "accuracy"
-    note = f"{name} {score(report, before)} → {score(report, after)}{samples}"
+    note = f"{name} {score(report, before)} → {score(report, after)}{about}"
     if name in NUMBERS:
         return Headline(f"{name} drop", f"{round(before - after, 4) + 0.0:.4f}", note)
     return Headline("accuracy drop", f"{round(points, 2) + 0.0:.2f} points", note)
@@ -273,9 +277,21 @@ def summary(report: Report) -> list[Row]:
         _load_row(report),
     ]
     rows.append(_memory_row(report))
+    rows += _zeros_rows(report)
     rows += [Row(name, metric(m["float"]), metric(m["quantized"])) for name, m in report["metrics"].items()]
     rows += [*parities(report), _cpu_row(report)]
     return [row for row in rows if row.note or (row.before, row.after) != (NONE, NONE)]
+
+
+def _zeros_rows(report: Report) -> list[Row]:
+    """Return the share of exact zeros among the weights that are quantised, if the float ones have some."""
+    layers = [(row["parameters"], row["zeros_float"], row["zeros"]) for row in report["layers"]]
+    known = [(count, before, after) for count, before, after in layers if None not in (before, after)]
+    total = sum(count for count, _, _ in known)
+    before, after = (
+        sum(row[0] * float(row[i] or 0) for row in known) / total if total else 0.0 for i in (1, 2)
+    )
+    return [Row("weights that are 0", percent(before), percent(after))] if before >= _SPARSE else []
 
 
 def _task_rows(report: Report) -> list[Row]:
@@ -285,14 +301,21 @@ def _task_rows(report: Report) -> list[Row]:
 
 def _accuracy_rows(report: Report) -> list[Row]:
     accuracy = report["accuracy"]
-    samples = accuracy["samples"]
-    note = quantity(samples, "test sample") if samples is not None else ""
+    note = ", ".join(_about_samples(accuracy))
     before, after = score(report, accuracy["float"]), score(report, accuracy["quantized"])
     rows = [Row(accuracy["metric"] or "accuracy", before, after, note)]
     for runtime, value in runtimes(accuracy).items():
         if value is not None:
             rows.append(Row(f"  {RUNTIMES.get(runtime, runtime)}", NONE, score(report, value)))
     return rows
+
+
+def _about_samples(accuracy: Accuracy) -> list[str]:
+    """Return how many samples the accuracy is of, and what their choice leaves open."""
+    samples = accuracy["samples"]
+    if samples is None:
+        return []
+    return [quantity(samples, "test sample"), *([accuracy["note"]] if accuracy["note"] else [])]
 
 
 def fidelities(report: Report) -> list[Row]:
@@ -321,7 +344,7 @@ def _compared(report: Report, output: OutputFidelity) -> str:
     about = report["fidelity"]
     notes = ["SQNR against float"]
     if output["relative_error"] is not None:
-        notes.append(f"relative error {100 * output['relative_error']:.2g} %")
+        notes.append(f"error {100 * output['relative_error']:.2g} % of the standard deviation")
     if output["cosine"] is not None:
         notes.append(f"cosine {output['cosine']:.4f}")
     if output["same_class"] is not None:
@@ -334,7 +357,7 @@ def _compared(report: Report, output: OutputFidelity) -> str:
 
 def runtimes(accuracy: Accuracy) -> dict[str, float | None]:
     """Return the accuracy by runtime; each output format adds one."""
-    others = {"metric", "samples", "float", "quantized"}
+    others = {"metric", "samples", "float", "quantized", "note"}
     return {name: cast("float | None", value) for name, value in accuracy.items() if name not in others}
 
 
@@ -411,7 +434,17 @@ def operators(report: Report) -> str:
     """Format the operators that ONNX Runtime executes.
 
     Returns:
-        For example ``2 QLinearConv, 2 QGemm``, or an empty text if it was not measured.
+        For example ``2 QLinearConv (93 %), 1 Gelu (7 %), in % of the time``, or an empty text if it was not
+        measured; then the operators that stay in float for want of an integer kernel.
     """
-    counts = report["latency_ms"]["operators"] or {}
-    return ", ".join(f"{count} {name}" for name, count in counts.items())
+    counts, shares = report["latency_ms"]["operators"] or {}, report["latency_ms"]["shares"] or {}
+    executed = [
+        f"{count} {name}" + (f" ({100 * shares[name]:.0f} %)" if name in shares else "")
+        for name, count in counts.items()
+    ]
+    text = ", ".join([*executed, "in % of the time"] if shares else executed)
+    names = report["float_operators"] or []
+    if text and names:
+        more = f" and {len(names) - _SHOWN_OPERATORS} more" if len(names) > _SHOWN_OPERATORS else ""
+        text += f"; in float, without an integer kernel: {', '.join(names[:_SHOWN_OPERATORS])}{more}"
+    return text

@@ -28,6 +28,7 @@ class Kind(Enum):
     ONNX = "an ONNX model"
     ZIP = "a zip archive without a checkpoint in it"
     DAMAGED_ZIP = "a truncated or damaged torch.save file"
+    GGUF = "a GGUF file, whose weights are quantised"
     LFS = "a Git LFS pointer, not the file itself"
     TEXT = "a text file"
     EMPTY = "an empty file"
@@ -92,6 +93,8 @@ def _is_safetensors(path: Path, head: bytes) -> bool:
 
 
 def _other_kind(head: bytes) -> Kind:
+    if head.startswith(b"GGUF"):
+        return Kind.GGUF
     if head.startswith(b"version https://git-lfs"):
         return Kind.LFS
     # field 1 (IR version, small) of a ModelProto, followed by field 2, 7 or 8 in any known exporter

@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -189,7 +190,8 @@ def may_speak() -> bool:
     """Return whether this rank is the one to report an error.
 
     Returns:
-        Whether it is rank 0; once the ranks have joined, whether it is the first rank that asks.
+        Whether it is rank 0, or could not join; once the ranks have joined, whether it is the first rank that
+        asks.
     """
     if _Group.reports is None and _Group.store is not None:
         try:
@@ -239,21 +241,21 @@ def joined(device: str = "auto") -> Iterator[bool]:
         Whether this is rank 0, or the only process.
 
     Raises:
-        UsageError: the environment is incomplete.
+        UsageError: the environment is incomplete, or its address cannot be one.
         JobError: not all ranks joined in time.
     """
     if _number("WORLD_SIZE", 1) <= 1 or dist.is_initialized():
         yield True
         return
-    if missing := [n for n in ("RANK", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ]:
-        raise UsageError(f"WORLD_SIZE is set but not {', '.join(missing)}: start with torchrun, or set them")
-    rank, world, place = _number("RANK", 0), _number("WORLD_SIZE", 1), choose_device(device)
-    if rank >= world:
-        raise UsageError(f"RANK is {rank} of WORLD_SIZE {world}: ranks count from 0")
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
+    _Group.reports = None
+    with _speaking_for_itself():
+        rank, world = _own_place()
+        place = choose_device(device)
+        if place.type == "cuda":
+            torch.cuda.set_device(place)
     with _ending_on_sigterm():
-        _connect(rank, world, place)
+        with _speaking_for_itself():
+            _connect(rank, world, place)
         try:
             yield rank == 0
             with communication():
@@ -263,6 +265,49 @@ def joined(device: str = "auto") -> Iterator[bool]:
             raise
         dist.destroy_process_group()
         _Group.store = None
+
+
+@contextmanager
+def _speaking_for_itself() -> Iterator[None]:
+    """Let this rank report an error, whichever rank it is: it has not joined the others.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        UsageError: as in the block.
+        JobError: likewise.
+    """
+    try:
+        yield
+    except (UsageError, JobError):
+        _Group.reports = True
+        raise
+
+
+def _own_place() -> tuple[int, int]:
+    """Return rank and world that the environment gives.
+
+    Raises:
+        UsageError: it is incomplete, or its address cannot be one.
+    """
+    if missing := [n for n in ("RANK", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ]:
+        raise UsageError(f"WORLD_SIZE is set but not {', '.join(missing)}: start with torchrun, or set them")
+    rank, world, port = _number("RANK", 0), _number("WORLD_SIZE", 1), _number("MASTER_PORT", 0)
+    if rank >= world:
+        raise UsageError(f"RANK is {rank} of WORLD_SIZE {world}: ranks count from 0")
+    if not 0 < port < 1 << 16:
+        raise UsageError(f"rank {rank}: MASTER_PORT is {port}: give one from 1 to 65535")
+    try:
+        socket.getaddrinfo(os.environ["MASTER_ADDR"], port)
+    except OSError as error:  # torch would try again for minutes
+        reason = error.strerror or "it has no address"
+        address = os.environ["MASTER_ADDR"]
+        raise UsageError(
+            f"rank {rank}: MASTER_ADDR {address!r} is not found ({reason}): give the name or address of the "
+            "machine of rank 0"
+        ) from error
+    return rank, world
 
 
 @contextmanager
@@ -288,7 +333,6 @@ def _connect(rank: int, world: int, device: torch.device) -> None:
     Raises:
         JobError: not all ranks joined in time.
     """
-    _Group.reports = None
     try:
         _Group.store, *_ = next(rendezvous("env://", timeout=START_TIMEOUT))
         if device.type == "cuda":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.errors import UsageError, listed
 from ul2q.pipeline.kfac import RECIPES as KFAC_RECIPES
 from ul2q.pipeline.kfac import Recipe, training_schemes
 
@@ -92,7 +92,7 @@ def find(name: str, optimizer: str) -> Recipe | StepRecipe:
     elif name in KFAC_RECIPES:
         needed, recipe = "kfac", KFAC_RECIPES[name]
     else:
-        raise UsageError(f"`recipe` is {name!r}: use one of {', '.join([*KFAC_RECIPES, *STEP_RECIPES])}")
+        raise UsageError(f"`recipe` is {name!r}: use one of {listed([*KFAC_RECIPES, *STEP_RECIPES])}")
     if optimizer != needed:
         raise UsageError(f"`recipe` {name} is for `optimizer` {needed}, not {optimizer}")
     return recipe

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ul2q import models
 from ul2q.pipeline.config import AUTO_TASK, TrainConfig
 from ul2q.pipeline.data import Dataset, DataSplits, batches, load_data
-from ul2q.pipeline.errors import JobError, UsageError, quantity
+from ul2q.pipeline.errors import JobError, UsageError, listed, quantity
 from ul2q.pipeline.importers.checkpoint import (
     Checkpoint,
     CheckpointRecord,
@@ -90,8 +90,9 @@ def train(
     partial = partial_path(output)
     with ExitStack() as held:
         ranks.lead(lambda: _claim(held, output, partial, resume=resume, overwrite=overwrite))
-        sides = {"resize": config.resize, "crop": config.crop}
-        data = load_data(config.data, changes={name: n for name, n in sides.items() if n is not None})
+        options = {name: getattr(config, name) for name in ("mean", "std", "resize", "crop")}
+        changes = {name: value for name, value in options.items() if value is not None}
+        data = load_data(config.data, changes=changes)
         task, data = settle(data, name=config.task)
         _check_data(data, task, config)
         _check_same(ranks, config, data)
@@ -101,6 +102,7 @@ def train(
             if resume:
                 run.restore(partial)
                 progress.line(f"resumed after epoch {run.epoch} of {settings.epochs}")
+            progress.line(f"preprocessing: {data.preprocess.describe()}")
             try:
                 _epochs(run, partial, progress)
                 _finish(run, output)
@@ -337,7 +339,7 @@ class _Run:
         current, saved = self.config.to_dict(), state["config"]
         saved = {"task": AUTO_TASK, **saved}  # a run that was started before there was a choice
         if differing := sorted(k for k in current if k not in _PLACEMENT and current[k] != saved.get(k)):
-            shown = ", ".join(f"{k} {saved.get(k)!r}" for k in differing)
+            shown = listed(f"{k} {saved.get(k)!r}" for k in differing)
             raise UsageError(
                 f"{checkpoint.path} was started with {shown}: resume with the same, or `overwrite` it"
             )

@@ -28,6 +28,8 @@ _UNUSABLE: tuple[type[Exception], ...] = (
 # Sizes beyond which a network is first laid out without memory, and how far weights may grow when they are
 # read: a bit in the file stands for at most a float32.
 _LARGE, _GROWTH, _ALWAYS = 4096, 32, 2**28
+# A layer that scales by less than this is meant for bytes: 1/255 and 1/127.5 are usual.
+_SCALES_BYTES = 0.05
 
 
 def load_keras(path: str | Path) -> keras.Model:
@@ -107,6 +109,20 @@ def predict(model: keras.Model, x: NDArray[Any], batch: int = 256) -> NDArray[An
         first = keras.tree.flatten(outputs)[0]
         parts.append(np.asarray(keras.ops.convert_to_numpy(first)))
     return channels_first(np.concatenate(parts))
+
+
+def scales_itself(model: keras.Model) -> bool:
+    """Return whether a model takes raw values of pixels: layers before its first weights scale them."""
+    for layer in model._flatten_layers(include_self=False, recursive=True):
+        kind = type(layer).__name__
+        if kind == "Rescaling" and float(np.max(np.abs(layer.scale))) < _SCALES_BYTES:
+            return True
+        if kind == "Normalization" and layer.mean is not None:
+            spread = float(np.sqrt(np.max(np.asarray(keras.ops.convert_to_numpy(layer.variance)))))
+            return spread > 1 / (255 * _SCALES_BYTES)
+        if layer.weights and not isinstance(layer, keras.Model):
+            return False
+    return False
 
 
 def input_shape(model: keras.Model) -> tuple[int, ...] | None:

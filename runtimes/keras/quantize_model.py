@@ -20,7 +20,7 @@ import numpy as np
 from keras import layers
 
 from ul2q.pipeline.config import QuantConfig
-from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.errors import UsageError, listed
 from ul2q.pipeline.formats import keras_layout
 from ul2q.pipeline.formats.keras_graph import check_layout, functional, walk
 from ul2q.pipeline.graph.operators.activation_chains import CHAINS, expand
@@ -211,7 +211,7 @@ class _Cloning:
         for pattern in patterns:
             matches = fnmatch.filter(names, pattern)
             if not matches:
-                raise UsageError(f"`exclude` {pattern}: no such layer; layers are {', '.join(names)}")
+                raise UsageError(f"`exclude` {pattern}: no such layer; layers are {listed(names)}")
             excluded.update(matches)
         return excluded
 

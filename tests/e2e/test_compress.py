@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from ul2q import models
+from ul2q import QuantConfig, compress, models
 from ul2q.pipeline.cli.app import execute
 from ul2q.pipeline.report.schema import complete
 from ul2q.pipeline.storage.lock import claimed
@@ -81,7 +81,9 @@ def test_report_shows_the_files_again(cli: Any, compressed: Path, tmp_path: Path
 
 def test_evaluate_bench_and_inspect_agree_with_the_report(cli: Any, compressed: Path) -> None:
     report = json.loads((compressed / "report.json").read_text())
+    assert report["accuracy"]["note"] is None  # the checkpoint was trained with this split
     result = cli("evaluate", compressed / "model.onnx", "--data", "digits", "--json").json()
+    assert result["note"] is None
     assert result["top1"] == report["accuracy"]["onnxruntime"]
     result = cli("evaluate", compressed / "float.onnx", "--data", "digits", "--json").json()
     assert result["top1"] == report["accuracy"]["float"]
@@ -125,6 +127,61 @@ def test_the_same_seed_gives_the_same_file(
     assert done.json() == json.loads((again / "report.json").read_text())
     for name in ("model.onnx", "float.onnx", "config.json"):
         assert digest(again)[name] == digest(compressed)[name]
+
+
+@pytest.mark.case("repeated-run", outcome="works")
+def test_a_config_alone_repeats_the_run(cli: Any, checkpoint: Path, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    images, labels = rng.integers(0, 256, (90, 1, 8, 8), np.uint8), np.arange(90) % 10
+    np.savez(tmp_path / "data.npz", x=images, y=labels)
+    bare = tmp_path / "weights.pt"
+    torch.save(torch.load(checkpoint, weights_only=True)["state_dict"], bare)
+    options = ("--arch", "mlp", "--arch-args", '{"input_size": [8, 8]}', "--data", tmp_path / "data.npz")
+    statistics = ("--mean", "0.4", "--std", "0.3", "--batch-size", 16, "--exclude", "fc2", "--seed", 5)
+    first = tmp_path / "first"
+    done = cli("compress", bare, *options, *statistics, "--wbits", 3, "--json", "-o", first)
+    values = json.loads((first / "config.json").read_text())
+    assert (values["epochs"], values["lr"]) == (5, 1e-3)  # as they took effect
+    assert [row["epoch"] for row in done.json()["epochs"]] == [1, 2, 3, 4, 5]
+    assert all(row["loss"] > 0 and 0 <= row["score"] <= 1 for row in done.json()["epochs"])
+    run = values["run"]
+    assert run["sha256"] == hashlib.sha256(bare.read_bytes()).hexdigest()
+    assert (run["arch"], run["arch_args"], run["input_shape"]) == ("mlp", {"input_size": [8, 8]}, [1, 8, 8])
+    assert (run["preprocess"]["mean"], run["preprocess"]["std"]) == ([0.4], [0.3])
+    assert run["split"]["test"] == 18
+    config = ("compress", "--config", first / "config.json", "--quiet", "-o")
+    assert cli(*config, tmp_path / "again").code == 0
+    assert digest(tmp_path / "again")["model.onnx"] == digest(first)["model.onnx"]
+    assert digest(tmp_path / "again")["config.json"] == digest(first)["config.json"]
+    # options given beside it come first
+    assert cli(*config, tmp_path / "other", "--mean", 0, "--epochs", 0).code == 0
+    changed = json.loads((tmp_path / "other" / "config.json").read_text())
+    assert (changed["epochs"], changed["run"]["preprocess"]["mean"]) == (0, [0.0])
+    # a folder may move together with its network
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    bare.rename(moved / bare.name)
+    first.rename(moved / "first")
+    assert cli("compress", "--config", moved / "first" / "config.json", "--dry-run", "--quiet").code == 0
+    torch.save({}, moved / bare.name)
+    refused = cli("compress", "--config", moved / "first" / "config.json", "--dry-run", "--quiet").error()
+    assert "weights.pt is not the file that" in refused
+    (moved / bare.name).unlink()
+    assert (
+        "does not exist: give MODEL" in cli("compress", "--config", moved / "first" / "config.json").error()
+    )
+    assert "MODEL is missing" in cli("compress", "--wbits", 2).error()
+
+
+def test_a_config_of_objects_in_python_says_that_it_names_no_network(cli: Any, tmp_path: Path) -> None:
+    x = np.random.default_rng(0).normal(size=(20, 4)).astype(np.float32)
+    compress(torch.nn.Linear(4, 2), x, QuantConfig(wbits=8)).save(tmp_path / "out")
+    config = tmp_path / "out" / "config.json"
+    assert QuantConfig.from_dict(json.loads(config.read_text())).epochs == 0
+    assert (
+        "does not name the network (objects handed over in Python"
+        in cli("compress", "--config", config).error()
+    )
 
 
 def test_progress_and_results_keep_apart(cli: Any, own_checkpoint: Path) -> None:
@@ -172,7 +229,7 @@ def test_a_dry_run_refuses_labels_without_an_output(cli: Any, tmp_path: Path) ->
         (("--wbits", "2", "--data", "mnist5k"), "1x28x28, the model takes 1x8x8"),
         (("--config", "none.json"), "none.json is no file"),
         (("--config", "list.json"), "list.json is a JSON list"),
-        (("--config", "unknown.json"), "unknown configuration keys ['bits']"),
+        (("--config", "unknown.json"), "unknown configuration keys bits"),
         (("--wbits", "2", "-o", "missing/out"), "missing"),
         (("--wbits", "2", "-o", "list.json/out"), "list.json"),
     ],

@@ -45,6 +45,7 @@ def test_a_killed_rank_ends_the_other_with_one_line(cli: Any, tmp_path: Path) ->
     options = ("--epochs", "200", "--overwrite", "-o", str(path))
     first, second = (started(rank, port, *options) for rank in (0, 1))
     assert first.stderr is not None
+    assert first.stderr.readline().startswith("preprocessing: ")
     assert first.stderr.readline().startswith("epoch 1/200")
     assert first.stderr.readline().startswith("epoch 2/200")
     second.send_signal(signal.SIGKILL)

@@ -93,6 +93,7 @@ def test_from_folders_to_integer_kernels(
         "top1": None,
         "top5": None,
         "metrics": {name: metrics[f"test_{name}"] for name in METRICS},
+        "note": None,
     }
     report = cli(
         "compress", path, "--wbits", 2, "--abits", 8, "--epochs", 2, "--batch-size", 6, "--json"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -82,6 +83,27 @@ def test_run_takes_an_image_or_a_folder_of_images(cli: Any, onnx_file: Path, tmp
     (folder / "notes.txt").write_text("not an image")
     assert cli("run", onnx_file, "--input", folder).out == "0: class 2, score 100\n1: class 7, score 100\n"
     assert cli("run", onnx_file, "--input", folder / "b.png").out == "0: class 7, score 100\n"
+
+
+def test_run_shows_names_and_probabilities_where_the_file_has_names(
+    cli: Any, onnx_file: Path, tmp_path: Path
+) -> None:
+    model = onnx.load(onnx_file)
+    names = [f"digit {i}" for i in range(10)]
+    onnx.helper.set_model_props(model, {"ul2q.classes": json.dumps(names)})
+    onnx.save(model, onnx_file)
+    x = np.zeros((2, 1, 8, 8), np.float32)
+    x[0, 0, 0, 3], x[1, 0, 0, 7] = 1, 5
+    np.save(tmp_path / "x.npy", x)
+    first, second = (float(np.exp(top) / (np.exp(top) + 9)) for top in (1.0, 5.0))
+    shown = cli("run", onnx_file, "--input", tmp_path / "x.npy")
+    assert shown.out == f"0: digit 3, {100 * first:.1f} %\n1: digit 7, {100 * second:.1f} %\n"
+    result = cli("run", onnx_file, "--input", tmp_path / "x.npy", "--json").json()
+    assert result["classes"] == ["digit 3", "digit 7"]
+    assert result["probabilities"] == pytest.approx([first, second])
+    onnx.helper.set_model_props(model, {"ul2q.classes": json.dumps(names[:3])})  # of another model
+    onnx.save(model, onnx_file)
+    assert cli("run", onnx_file, "--input", tmp_path / "x.npy").out.startswith("0: class 3, score 1\n")
 
 
 def test_unusable_inputs_are_named(cli: Any, onnx_file: Path, tmp_path: Path) -> None:
@@ -187,6 +209,7 @@ def test_evaluate_measures_an_onnx_file(cli: Any, onnx_file: Path, tmp_path: Pat
         "top1": sum(order[0] == label for order, label in pairs) / 360,
         "top5": sum(label in order[:5] for order, label in pairs) / 360,
         "metrics": {},
+        "note": "the network may have been trained on them",
     }
     assert "--data is missing" in cli("evaluate", onnx_file).error()
     np.savez(tmp_path / "large.npz", x=np.zeros((20, 1, 12, 12), np.uint8), y=np.arange(20) % 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -31,7 +32,7 @@ def test_train_says_where_it_is_and_what_came_out(cli: Any, tmp_path: Path) -> N
 def test_evaluate_gives_the_accuracy_that_training_reported(cli: Any, checkpoint: Path) -> None:
     recorded = torch.load(checkpoint, weights_only=True)["metrics"]["test_accuracy"]
     result = cli("evaluate", checkpoint, "--json").json()
-    expected = {"samples": 360, "top1": recorded, "top5": result["top5"], "metrics": {}}
+    expected = {"samples": 360, "top1": recorded, "top5": result["top5"], "metrics": {}, "note": None}
     assert result == {"task": "classification", **expected}
     assert result["top1"] <= result["top5"] <= 1
     shown = cli("evaluate", checkpoint, "--data", "digits")
@@ -61,6 +62,46 @@ def test_images_of_any_size_are_resized_where_they_are_used(cli: Any, tmp_path: 
         assert result.json()["top1"] == 1
 
 
+@pytest.mark.case("unstated-statistics", outcome="warned")
+def test_every_command_takes_the_statistics_of_the_training(cli: Any, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for i in range(40):  # two classes that only a network with its own mean and std tells apart
+        path = tmp_path / "photos" / f"{i % 2}" / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(100 + 20 * (i % 2), 118 + 20 * (i % 2), (6, 6), np.uint8)).save(path)
+    statistics = ("--mean", "0.465", "--std", "0.05")
+    model, photos, bare = tmp_path / "model.pt", tmp_path / "photos", tmp_path / "bare.pt"
+    train = ("train", "mlp", "--data", photos, "--optimizer", "adam", "--lr", 0.01, "--batch-size", 7)
+    done = cli(*train, *statistics, "-o", model)
+    assert "preprocessing: scale 1/255, mean 0.465, std 0.05\n" in done.err
+    saved = torch.load(model, weights_only=True)
+    assert (saved["preprocess"]["mean"], saved["preprocess"]["std"]) == ([0.465], [0.05])
+    assert cli("evaluate", model, "--json").json()["top1"] == 1
+    torch.save(saved["state_dict"], bare)
+    arch = ("--arch", "mlp", "--arch-args", json.dumps(saved["arch_args"]), "--data", photos)
+    right = cli("evaluate", bare, *arch, *statistics)
+    assert "preprocessing: scale 1/255, mean 0.465, std 0.05\n" in right.err
+    assert "top1 100.00 %" in right.out
+    wrong = cli("evaluate", bare, *arch)
+    assert "warning: nothing states the --mean and --std" in wrong.err
+    assert "top1 50.00 %" in wrong.out
+    compress = ("compress", bare, *arch, "--wbits", 8, "--json", "-o", tmp_path / "small", "--overwrite")
+    unstated = cli(*compress)
+    assert any("nothing states the `mean`" in warning for warning in unstated.json()["warnings"])
+    stated = cli(*compress, *statistics)
+    assert stated.json()["accuracy"]["float"] == 1
+    assert not any("nothing states" in warning for warning in stated.json()["warnings"])
+    picture = ("run", tmp_path / "small" / "model.onnx", "--input", photos / "1")
+    recorded = cli(*picture)
+    assert "preprocessing: scale 1/255, mean 0.465, std 0.05\n" in recorded.err
+    assert all(line.split(": ")[1].startswith("1, ") for line in recorded.out.splitlines())
+    dark = ("run", tmp_path / "small" / "model.onnx", "--input", photos / "0")
+    assert all(line.split(": ")[1].startswith("0, ") for line in cli(*dark).out.splitlines())
+    other = cli(*dark, "--mean", 0, "--std", 1)
+    assert "preprocessing: scale 1/255, mean 0, std 1\n" in other.err
+    assert all(line.split(": ")[1].startswith("1, ") for line in other.out.splitlines())
+
+
 def test_inspect_lists_the_layers(cli: Any, checkpoint: Path) -> None:
     summary = cli("inspect", checkpoint, "--json").json()
     state = torch.load(checkpoint, weights_only=True)["state_dict"]
@@ -80,7 +121,11 @@ def test_a_bare_state_dict_needs_the_network(cli: Any, checkpoint: Path, tmp_pat
     assert "--arch" in cli("evaluate", path, "--data", "digits").error()
     arguments = ("--arch", "mlp", "--arch-args", '{"input_size": [8, 8]}', "--data", "digits", "--json")
     whole = cli("evaluate", checkpoint, "--json").json()
-    assert cli("evaluate", path, *arguments).json() == whole
+    # nothing says which samples these weights were trained on
+    expected = whole | {"note": "the network may have been trained on them"}
+    assert cli("evaluate", path, *arguments).json() == expected
+    shown = cli("evaluate", path, *arguments[:-1])
+    assert shown.out.endswith("on 360 test samples (the network may have been trained on them)\n")
     assert "--arch-args is not JSON" in cli("evaluate", path, "--arch", "mlp", "--arch-args", "{").error()
     assert "JSON list: give an object" in cli("evaluate", path, "--arch", "mlp", "--arch-args", "[]").error()
 
@@ -165,6 +210,7 @@ def test_an_interrupt_leaves_the_old_file_and_can_be_resumed(tmp_path: Path) -> 
     command = [sys.executable, "-m", "ul2q.pipeline", *TRAIN[:-1], "300", "--overwrite", "-o", str(path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
+    assert process.stderr.readline() == "preprocessing: scale 1/16\n"
     assert process.stderr.readline().startswith("epoch 1/300")
     assert process.stderr.readline().startswith("epoch 2/300")
     process.send_signal(signal.SIGINT)

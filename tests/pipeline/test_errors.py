@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ul2q import QuantConfig, compress
-from ul2q.pipeline.errors import JobError, UsageError, quantity, within
+from ul2q.pipeline.errors import JobError, UsageError, listed, quantity, within
 
 X = np.random.default_rng(0).normal(size=(40, 8)).astype(np.float32)
 
@@ -74,3 +75,28 @@ def test_compress_tells_stage_and_layer() -> None:
     with pytest.raises(UsageError) as refused:
         compress(nn.Sequential(nn.ReLU()), X, QuantConfig(wbits=8))
     assert refused.value.stage == "prepare"
+
+
+@pytest.mark.parametrize("kind", [UsageError, JobError])
+@pytest.mark.parametrize("count", [1, 8, 9, 5_000])
+def test_a_list_has_at_most_eight_names_and_the_whole_has_all(kind: type[Any], count: int) -> None:
+    names = [f"layer{i}\n.conv" for i in range(count)]
+    error = kind(f"no such layer; layers are {listed(names)}: choose one")
+    plain = [name.replace("\n", " ") for name in names]
+    more = f" and {count - 8:,} more" if count > 8 else ""
+    assert str(error) == f"no such layer; layers are {', '.join(plain[:8])}{more}: choose one"
+    assert error.full == f"no such layer; layers are {', '.join(plain)}: choose one"
+    again = pickle.loads(pickle.dumps(error))  # noqa: S301
+    assert (str(again), again.full) == (str(error), error.full)
+
+
+def test_a_message_has_at_most_three_hundred_characters() -> None:
+    names = [f"encoder.layers.{i}.self_attention.output_projection.weight" for i in range(40)]
+    error = UsageError(f"x does not fit Net: 40 missing: {listed(names)}; 40 unexpected: {listed(names)}")
+    assert len(str(error)) <= 300
+    assert str(error).endswith("projection.weight and 39 more")
+    whole = f"{'word ' * 90}: give the float network"
+    assert str(UsageError(whole)).endswith("word …: give the float network")
+    assert len(str(UsageError(whole))) <= 300
+    assert UsageError(whole).full == whole
+    assert len(str(UsageError("x" * 999))) <= 300

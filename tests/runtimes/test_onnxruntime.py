@@ -199,6 +199,7 @@ def test_bench_compares_two_models(make_matmul: MakeModel) -> None:
     assert result["ratio"] > 2  # four million products against six
     assert result["p95_ms"] >= result["median_ms"] > 0
     assert (result["threads"], result["runs"], result["operators"]) == (1, 20, {"MatMul": 1})
+    assert result["shares"] == {"MatMul": 1.0}
     alone = runtime.bench(small, runs=3)
     assert alone["against_median_ms"] is None
     assert alone["ratio"] is None

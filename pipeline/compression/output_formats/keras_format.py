@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ul2q.pipeline.compression.output_formats.base import OutputFormat, WrittenModel
-from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.errors import UsageError, listed
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -36,7 +36,7 @@ class KerasFormat(OutputFormat):
 
         if len(input_names) > 1:
             raise UsageError(
-                f"the network takes {len(input_names)} inputs ({', '.join(input_names)}): Keras files are "
+                f"the network takes {len(input_names)} inputs ({listed(input_names)}): Keras files are "
                 "written for networks with one: leave keras out of `to`"
             )
         require_keras()

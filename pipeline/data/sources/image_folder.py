@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ul2q.pipeline.data.image_files import SUFFIXES, image_files, images_in, part_folders, subfolders
 from ul2q.pipeline.data.sources.source import DataSource, Request
-from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.errors import UsageError, listed
 
 if TYPE_CHECKING:
     from ul2q.pipeline.data.raw_parts import RawData, RawPart
@@ -73,14 +73,14 @@ def _labelled(folder: Path, classes: tuple[str, ...]) -> RawPart:
     for sub in subfolders(folder):
         images = images_in(sub, deep=True)
         if images and sub.name not in classes:
-            known = ", ".join(classes[:10]) + (", …" if len(classes) > 10 else "")
+            known = listed(classes)
             raise UsageError(
                 f"{sub} is not one of the model's classes ({known}): rename or remove the folder"
             )
         paths += images
         labels += [classes.index(sub.name)] * len(images) if images else []
     if not paths:
-        raise UsageError(f"{folder} contains no images ({', '.join(sorted(SUFFIXES))}) in class subfolders")
+        raise UsageError(f"{folder} contains no images ({listed(sorted(SUFFIXES))}) in class subfolders")
     return RawPart((image_files(paths, folder),), np.array(labels, dtype=np.int64))
 
 

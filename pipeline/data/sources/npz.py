@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ul2q.pipeline.data.input_names import match_names
 from ul2q.pipeline.data.sources.array_errors import DAMAGED, unreadable
 from ul2q.pipeline.data.sources.source import DataSource, Request, has_suffix
-from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.errors import UsageError, listed
 from ul2q.pipeline.storage.zip_guard import check_expansion
 
 if TYPE_CHECKING:
@@ -81,8 +81,8 @@ def read(spec: str, request: Request) -> RawData:
         names = request.input_names
         advice = "name the samples x and the labels y"
         if len(names) > 1:
-            advice = f"the network takes {', '.join(names)}; name the arrays so, or x1..x{len(names)}"
-        raise UsageError(f"{spec} contains {', '.join(arrays) or 'nothing'}: {advice}")
+            advice = f"the network takes {listed(names)}; name the arrays so, or x1..x{len(names)}"
+        raise UsageError(f"{spec} contains {listed(arrays) or 'nothing'}: {advice}")
     return RawData(train, parts["validation"], parts["test"])
 
 

@@ -21,7 +21,7 @@ from ul2q.pipeline.data.sources import (
     shapes,
 )
 from ul2q.pipeline.data.sources.source import DataSource
-from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.errors import UsageError, listed
 
 #: The first source that accepts a name or path reads it; `image_folder` accepts every folder.
 SOURCES: tuple[DataSource, ...] = (
@@ -73,7 +73,7 @@ def find_source(spec: str, input_names: Sequence[str] = ()) -> DataSource:
     if several:
         suitable = ", or ".join(source.description for source in SOURCES if source.several_inputs)
         raise UsageError(
-            f"{spec}: the network takes {len(input_names)} inputs ({', '.join(input_names)}): give "
+            f"{spec}: the network takes {len(input_names)} inputs ({listed(input_names)}): give "
             f"{suitable}, with arrays named as the inputs or x1..x{len(input_names)}, and y for labels"
         )
     if Path(spec).is_file():

@@ -8,10 +8,11 @@ from typing import Any
 
 import keras
 import numpy as np
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.errors import UsageError, listed
 from ul2q.pipeline.naming import unused_name
 
 _RELU, _RELU6 = ("relu", "Relu"), ("relu6", "Relu6")
@@ -44,6 +45,7 @@ class KerasNetwork(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.input_types: tuple[torch.dtype, ...] = ()
         self.calls: list[tuple[str, tuple[int, ...]]] = []
         self.outputs: tuple[int, ...] = ()
         self.count = 0
@@ -111,6 +113,7 @@ class Translator:
         self.result = Translated(KerasNetwork(), [channels_first(s[1:]) for s in input_shapes], list(inputs))
         self.refs = [Ref(i, tuple(s)) for i, s in enumerate(input_shapes)]
         self.result.network.count = len(self.refs)
+        self.result.network.input_types = tuple(torch.float32 for _ in self.refs)
         self.modules: dict[tuple[int, str], str] = {}
 
     def finish(self, outputs: Sequence[Ref]) -> Translated:
@@ -173,7 +176,7 @@ class Translator:
         kind = type(layer).__name__
         handler = self.handlers.get(kind)
         if handler is None or not refs:
-            known = ", ".join(sorted(self.handlers))
+            known = listed(sorted(self.handlers))
             raise UsageError(f"{layer.name} is a {kind}, which has no ONNX form here; known are {known}")
         if getattr(layer, "data_format", None) == "channels_first":
             raise UsageError(f"{layer.name} takes channels_first data: build the model with channels_last")
@@ -218,9 +221,7 @@ def activation(layer: Any, name: Any) -> nn.Module:
         UsageError: it is unknown.
     """
     if name not in ACTIVATIONS:
-        raise UsageError(
-            f"{layer.name} has the activation {name!r}; known are {', '.join(sorted(ACTIVATIONS))}"
-        )
+        raise UsageError(f"{layer.name} has the activation {name!r}; known are {listed(sorted(ACTIVATIONS))}")
     if name == "gelu":
         return nn.GELU("none")
     return ACTIVATIONS[name]()

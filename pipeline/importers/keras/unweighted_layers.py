@@ -21,7 +21,15 @@ from ul2q.pipeline.importers.keras.translator import (
     channels_first,
     clean,
     pad,
+    to_array,
 )
+
+#: layers that change images in training only
+RANDOM = (
+    "RandomBrightness", "RandomColorJitter", "RandomContrast", "RandomErasing", "RandomFlip",
+    "RandomGrayscale", "RandomHue", "RandomRotation", "RandomSaturation", "RandomSharpness", "RandomShear",
+    "RandomTranslation", "RandomZoom", "MixUp", "CutMix", "RandAugment", "AugMix",
+)  # fmt: skip
 
 
 def _pass(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[Any, ...]) -> Ref:
@@ -155,7 +163,45 @@ def _upsample(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[
 
 def _rescale(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[Any, ...]) -> Ref:
     (ref,) = refs
-    factors = [torch.tensor(np.asarray(v, np.float32)) for v in (layer.scale, layer.offset)]
+    return _scaled(translator, layer, ref, shape, layer.scale, layer.offset)
+
+
+def _normalize(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[Any, ...]) -> Ref:
+    """Return (x − mean) / σ, or with ``invert`` its inverse, of each channel.
+
+    Raises:
+        UsageError: it has no statistics, or those of other axes.
+    """
+    (ref,) = refs
+    if layer.mean is None:
+        raise UsageError(f"{layer.name} has no statistics: adapt it before the model is saved")
+    mean, deviation = (to_array(v).reshape(-1) for v in (layer.mean, keras.ops.sqrt(layer.variance)))
+    if len(mean) not in {1, int(shape[-1])}:
+        raise UsageError(f"{layer.name} normalises other axes than the last: that has no ONNX form here")
+    deviation = np.maximum(deviation, keras.backend.epsilon())
+    if layer.invert:
+        return _scaled(translator, layer, ref, shape, deviation, mean)
+    return _scaled(translator, layer, ref, shape, 1 / deviation, -mean / deviation)
+
+
+def _resize(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[Any, ...]) -> Ref:
+    plain = not (
+        layer.crop_to_aspect_ratio or layer.pad_to_aspect_ratio or getattr(layer, "antialias", False)
+    )
+    modes: dict[str, dict[str, Any]] = {
+        "bilinear": {"mode": "bilinear", "align_corners": False},
+        "nearest": {"mode": "nearest-exact"},
+    }
+    if not plain or layer.interpolation not in modes:
+        raise UsageError(f"{layer.name}: this resizing has no ONNX form here: resize the images beforehand")
+    module = nn.Upsample(size=(int(layer.height), int(layer.width)), **modes[layer.interpolation])
+    return translator.add(layer, refs, module, shape)
+
+
+def _scaled(
+    translator: Translator, layer: Any, ref: Ref, shape: tuple[Any, ...], scale: Any, offset: Any
+) -> Ref:
+    factors = [torch.tensor(np.asarray(v, np.float32)) for v in (scale, offset)]
     if ref.flat is None and len(shape) > 2:
         factors = [f.reshape(-1, *[1] * (len(shape) - 2)) if f.ndim else f for f in factors]
     return _elementwise(translator, layer, ref, Function(lambda x: x * factors[0] + factors[1]))
@@ -202,4 +248,7 @@ HANDLERS: dict[str, Handler] = {
     "GlobalMaxPooling2D": _global_pool,
     "UpSampling2D": _upsample,
     "Rescaling": _rescale,
+    "Normalization": _normalize,
+    "Resizing": _resize,
+    **dict.fromkeys(RANDOM, _nothing),
 }

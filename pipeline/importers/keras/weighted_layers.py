@@ -41,6 +41,8 @@ def _padding(layer: Any, sizes: Sequence[Any]) -> list[tuple[int, int]]:
         return [(int(a), int(b)) for a, b in layer.padding]
     if layer.padding == "valid":
         return [(0, 0) for _ in sizes]
+    if layer.padding == "causal":
+        return [(int(layer.dilation_rate[0]) * (int(layer.kernel_size[0]) - 1), 0)]
     if layer.padding != "same":
         raise UsageError(f"{layer.name} has {layer.padding} padding: put a ZeroPadding1D before it instead")
     pads = []

@@ -19,7 +19,13 @@ from ul2q.pipeline.data import Preprocess
 from ul2q.pipeline.errors import JobError, UsageError, first_line
 from ul2q.pipeline.formats import metadata as metadata_keys
 from ul2q.pipeline.importers.checkpoint import Checkpoint, CheckpointRecord
-from ul2q.pipeline.importers.onnx.network import OnnxNetwork, UnsupportedError, shapes_of
+from ul2q.pipeline.importers.onnx.network import (
+    OnnxNetwork,
+    UnsupportedError,
+    is_quantized,
+    open_axes,
+    shapes_of,
+)
 from ul2q.runtimes import onnxruntime as runtime
 
 # Batch sizes at which the network must agree with ONNX Runtime.
@@ -47,24 +53,44 @@ def load_onnx(path: Path) -> Checkpoint:
     metadata = runtime.metadata(proto)
     if metadata_keys.LAYERS in metadata:
         raise UsageError(f"{path} is quantised already: give the float model or its checkpoint")
+    _check_float(proto, path)
     graph, opset = _inlined(proto, path)
     half = any(t.data_type in _HALF for t in graph.initializer)
     shapes = shapes_of(graph)
+    open_sizes = open_axes(graph)
     first = next(iter(shapes.values()), [])
     batch = first[0] if first else None
     try:
         network = OnnxNetwork(graph, opset, half, batch)
+        network.dynamic_axes = open_sizes
     except UnsupportedError as error:
         raise UsageError(f"{path}: {error}") from error
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise UsageError(f"{path} cannot be translated ({first_line(error)}): export it again") from error
     sizes = first[1:]
     known = [s for s in sizes if s is not None]
+    preprocess = _preprocess(metadata, path)
+    if preprocess is None and network.input_types[:1] == (torch.uint8,):
+        preprocess = Preprocess(scale=1.0, dtype="uint8")
     record = CheckpointRecord(
-        preprocess=_preprocess(metadata, path),
+        preprocess=preprocess,
         input_shape=tuple(known) if sizes and len(known) == len(sizes) else None,
     )
     return Checkpoint.of(network, path, record)
+
+
+def _check_float(proto: onnx.ModelProto, path: Path) -> None:
+    """Check that a file has no operator on quantised values, of any opset or domain.
+
+    Raises:
+        UsageError: it has; the first is named.
+    """
+    for node in [*proto.graph.node, *(node for function in proto.functions for node in function.node)]:
+        if is_quantized(node):
+            raise UsageError(
+                f"{path} is quantised already ({node.op_type}, {node.name or node.output[0]}): give the "
+                "float model that it was made from"
+            )
 
 
 def _preprocess(metadata: dict[str, str], path: Path) -> Preprocess | None:

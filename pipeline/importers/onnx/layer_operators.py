@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ul2q.pipeline.importers.onnx.values import Operator, Step, is_shape, number, numbers, option
+from ul2q.pipeline.importers.onnx.shape_operators import each
+from ul2q.pipeline.importers.onnx.values import Operator, Step, is_shape, number, numbers, option, tensor
 
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _CONV_TRANSPOSE: dict[int, Any] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
@@ -213,19 +216,64 @@ def _arg_max(step: Step, x: Tensor) -> Tensor:
     return x.argmax(step.get("axis", 0), keepdim=bool(step.get("keepdims", 1)))
 
 
-def _extreme(of: Callable[[Tensor, Tensor], Tensor]) -> Operator:
-    def run(_step: Step, first: Tensor, *others: Tensor) -> Tensor:
-        for other in others:
-            first = of(first, other)
-        return first
+def _extreme(
+    of: Callable[[Tensor, Tensor], Tensor], of_numbers: Callable[[Any, Any], Any], bound: str
+) -> Operator:
+    """Return the maximum or minimum of several values, each a tensor, a number or a shape."""
 
-    return run
+    def of_two(a: Any, b: Any) -> Any:
+        if is_shape(a) and is_shape(b):
+            return each(a, b, of_numbers)
+        if is_shape(a):
+            a, b = b, a
+        if is_shape(b) and not isinstance(b, list):
+            return a.clamp(**{bound: b})
+        return of(a, tensor(b).to(a.dtype))
+
+    return lambda _step, *values: functools.reduce(of_two, values)
 
 
-def _sum(_step: Step, first: Tensor, *others: Tensor) -> Tensor:
-    for other in others:
-        first = first + other
-    return first
+def _sum(_step: Step, *values: Any) -> Any:
+    return functools.reduce(operator.add, values)
+
+
+def _mean(step: Step, *values: Any) -> Any:
+    return _sum(step, *values) / len(values)
+
+
+def _arg_min(step: Step, x: Tensor) -> Tensor:
+    return _arg_max(step, -x)
+
+
+def _top_k(step: Step, x: Tensor, k: Any = None) -> tuple[Tensor, Tensor]:
+    count = number(step, k) if k is not None else step.get("k")
+    largest, ordered = bool(step.get("largest", 1)), bool(step.get("sorted", 1))
+    return tuple(torch.topk(x, count, step.get("axis", -1), largest, ordered))  # type: ignore[return-value]
+
+
+def _lp_normalization(step: Step, x: Tensor) -> Tensor:
+    axis, power = step.get("axis", -1), step.get("p", 2)
+    return x / torch.linalg.vector_norm(x, power, axis, keepdim=True)
+
+
+def _mean_variance(step: Step, x: Tensor) -> Tensor:
+    axes = list(step.get("axes", [0, 2, 3]))
+    centred = x - x.mean(axes, keepdim=True)
+    return centred / (centred.square().mean(axes, keepdim=True).sqrt() + 1e-9)
+
+
+def _local_response(step: Step, x: Tensor) -> Tensor:
+    return F.local_response_norm(
+        x, step.get("size"), step.get("alpha", 1e-4), step.get("beta", 0.75), step.get("bias", 1.0)
+    )
+
+
+def _grid_sample(step: Step, x: Tensor, grid: Tensor) -> Tensor:
+    mode = {"linear": "bilinear", "cubic": "bicubic"}.get(
+        step.get("mode", "linear"), step.get("mode", "bilinear")
+    )
+    padding, corners = step.get("padding_mode", "zeros"), bool(step.get("align_corners", 0))
+    return F.grid_sample(x, grid, mode, padding, corners)
 
 
 def _resize(step: Step, *inputs: Any) -> Tensor:
@@ -306,9 +354,21 @@ OPERATORS: dict[str, Operator] = {
     "ReduceSumSquare": _reduce(lambda x, axes, keep: x.square().sum(axes, keepdim=keep)),
     "ReduceProd": _reduce_product,
     "ArgMax": _arg_max,
-    "Max": _extreme(torch.maximum),
-    "Min": _extreme(torch.minimum),
+    "ArgMin": _arg_min,
+    "ReduceL1": _reduce(lambda x, axes, keep: x.abs().sum(axes, keepdim=keep)),
+    "ReduceLogSum": _reduce(lambda x, axes, keep: x.sum(axes, keepdim=keep).log()),
+    "ReduceLogSumExp": _reduce(lambda x, axes, keep: x.logsumexp(axes, keepdim=keep)),
+    "Max": _extreme(torch.maximum, max, "min"),
+    "Min": _extreme(torch.minimum, min, "max"),
     "Sum": _sum,
+    "Mean": _mean,
+    "TopK": _top_k,
+    "LpNormalization": _lp_normalization,
+    "MeanVarianceNormalization": _mean_variance,
+    "LRN": _local_response,
+    "GridSample": _grid_sample,
+    "Celu": lambda step, x: F.celu(x, step.get("alpha", 1.0)),
+    "ThresholdedRelu": lambda step, x: F.threshold(x, step.get("alpha", 1.0), 0.0),
     "Resize": _resize,
     "Upsample": _resize,
     "CumSum": _cum_sum,
@@ -332,5 +392,12 @@ OPERATORS: dict[str, Operator] = {
     "Sign": _unary(torch.sign),
     "Sin": _unary(torch.sin),
     "Cos": _unary(torch.cos),
+    "Tan": _unary(torch.tan),
+    "Atan": _unary(torch.atan),
+    "Sinh": _unary(torch.sinh),
+    "Cosh": _unary(torch.cosh),
+    "Swish": lambda step, x: x * torch.sigmoid(x * step.get("alpha", 1.0)),
+    "IsNaN": lambda _step, x: torch.isnan(x),
+    "IsInf": lambda _step, x: torch.isinf(x),
     "Reciprocal": _unary(torch.reciprocal),
 }  # fmt: skip

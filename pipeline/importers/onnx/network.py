@@ -52,6 +52,8 @@ class OnnxNetwork(nn.Module):
 
     Attributes:
         input_names: names of the inputs.
+        input_types: their types; float32 for every floating-point type.
+        dynamic_axes: for each input the axes, beside the batch, that the file leaves open.
         output_names: names of the outputs.
         batch: the batch size if the file fixes it; the module accepts any.
         is_half: whether the file computes in half precision (the module computes in float32).
@@ -70,6 +72,10 @@ class OnnxNetwork(nn.Module):
         arrays = {t.name: numpy_helper.to_array(t) for t in graph.initializer}
         self.input_names = tuple(v.name for v in graph.input if v.name not in arrays)
         self.output_names = tuple(v.name for v in graph.output)
+        self.dynamic_axes: tuple[dict[int, str], ...] = ()
+        self.input_types = tuple(
+            _input_type(v.type.tensor_type.elem_type) for v in graph.input if v.name not in arrays
+        )
         self.batch, self.is_half, self.opset = batch, half, opset
         steps = self._steps(graph.node, arrays)
         constants = {name: plain(to_tensor(value)) for name, value in arrays.items()}
@@ -103,6 +109,9 @@ class OnnxNetwork(nn.Module):
             if is_standard and all(n in arrays for n in node.input if n) and not _has_graph(node):
                 arrays.update(_folded(node, name, arrays, self.opset))
                 continue
+            if is_standard and node.op_type == "If" and node.input[0] in arrays:
+                steps += self._branch(node, name, arrays)
+                continue
             if node.op_type not in OPERATORS or not is_standard:
                 raise UnsupportedError(_unknown(node, name))
             attributes = {a.name: _attribute(a) for a in node.attribute}
@@ -113,6 +122,19 @@ class OnnxNetwork(nn.Module):
                     self.batch, _scope(node),
                 )
             )  # fmt: skip
+        return steps
+
+    def _branch(self, node: onnx.NodeProto, name: str, arrays: dict[str, Any]) -> list[Step]:
+        """Return the steps of the branch that an ``If`` with a constant condition takes."""
+        taken = "then_branch" if bool(np.asarray(arrays[node.input[0]]).all()) else "else_branch"
+        graph = next(a.g for a in node.attribute if a.name == taken)
+        arrays.update({t.name: numpy_helper.to_array(t) for t in graph.initializer})
+        steps = self._steps(graph.node, arrays)
+        for output, value in zip(node.output, graph.output, strict=True):
+            if value.name in arrays:
+                arrays[output] = arrays[value.name]
+            else:
+                steps.append(Step("Identity", name, (value.name,), (output,), {}, self.opset, self.batch))
         return steps
 
     def _register(self, steps: Sequence[Step], constants: Mapping[str, Any]) -> dict[str, str]:
@@ -192,16 +214,32 @@ def _attribute(proto: onnx.AttributeProto) -> Any:
     return list(value) if isinstance(value, list | tuple) else value
 
 
+def _input_type(kind: int) -> torch.dtype:
+    """Return the type in which the network takes an input of an ONNX type: of all that are real, float32."""
+    known = kind in helper.get_all_tensor_dtypes() and kind != onnx.TensorProto.UNDEFINED
+    type_ = _torch_type(kind) if known else torch.float32
+    return torch.float32 if type_.is_floating_point else type_
+
+
 def _torch_type(kind: int) -> torch.dtype:
     array = np.zeros(0, helper.tensor_dtype_to_np_dtype(kind))
     return torch.from_numpy(array).dtype if array.dtype.kind in "iufb" else torch.float32
 
 
 def _unknown(node: onnx.NodeProto, name: str) -> str:
-    if node.op_type.startswith("QLinear") or node.op_type.endswith(("QuantizeLinear", "DequantizeLinear")):
-        return f"it is already quantised ({node.op_type} at {name}): give the float model"
     full = node.op_type if node.domain in {"", "ai.onnx"} else f"{node.domain}.{node.op_type}"
     return f"operator {full} ({name}) is not supported"
+
+
+def is_quantized(node: onnx.NodeProto) -> bool:
+    """Return whether ``node`` computes with quantised values, as quantisers write it."""
+    op = node.op_type
+    contributed = {"MatMulNBits", "MatMulBnb4", "GatherBlockQuantized", "QAttention", "QGemm", "QMoE"}
+    return (
+        op.startswith(("QLinear", "DynamicQuantize"))
+        or op.endswith(("QuantizeLinear", "DequantizeLinear", "Integer", "IntegerToFloat"))
+        or op in contributed
+    )
 
 
 def _check_size(node: onnx.NodeProto, name: str, arrays: Mapping[str, Any]) -> None:
@@ -345,6 +383,20 @@ def _module_path(name: str) -> str:
     return ".".join(plain_parts)
 
 
+def open_axes(graph: onnx.GraphProto) -> tuple[dict[int, str], ...]:
+    """Return the axes of every input, beside the batch, whose size the file leaves open, with their names."""
+    constants = {t.name for t in graph.initializer}
+    return tuple(
+        {
+            axis: size.dim_param or f"{value.name}_{axis}"
+            for axis, size in enumerate(value.type.tensor_type.shape.dim)
+            if axis and not size.HasField("dim_value")
+        }
+        for value in graph.input
+        if value.name not in constants
+    )
+
+
 def shapes_of(graph: onnx.GraphProto) -> dict[str, list[int | None]]:
     """Return the dimensions of every input, None for dynamic ones."""
     constants = {t.name for t in graph.initializer}
@@ -355,4 +407,4 @@ def shapes_of(graph: onnx.GraphProto) -> dict[str, list[int | None]]:
     }
 
 
-__all__ = ["OnnxNetwork", "UnsupportedError", "shapes_of"]
+__all__ = ["OnnxNetwork", "UnsupportedError", "is_quantized", "open_axes", "shapes_of"]

@@ -15,7 +15,7 @@ from ul2q.pipeline.importers.onnx.values import Operator, Step, is_shape, number
 _NARROW = {torch.float16, torch.bfloat16, torch.float64}
 
 
-def _each(a: Any, b: Any, function: Callable[[Any, Any], Any]) -> Any:
+def each(a: Any, b: Any, function: Callable[[Any, Any], Any]) -> Any:
     """Return ``function`` of numbers or lists of them, element by element."""
     if not isinstance(a, list) and not isinstance(b, list):
         return function(a, b)
@@ -30,7 +30,7 @@ def binary(of_tensors: Callable[[Any, Any], Any], of_numbers: Callable[[Any, Any
 
     def run(_step: Step, a: Any, b: Any) -> Any:
         if is_shape(a) and is_shape(b):
-            return _each(a, b, of_numbers)
+            return each(a, b, of_numbers)
         return of_tensors(*(tensor(v) if isinstance(v, list) else v for v in (a, b)))
 
     return run
@@ -179,6 +179,32 @@ def _gather(step: Step, data: Any, index: Any) -> Any:
     return flat.reshape([*data.shape[:axis], *index.shape, *data.shape[axis + 1 :]])
 
 
+def _gather_elements(step: Step, data: Tensor, index: Any) -> Tensor:
+    axis = step.get("axis", 0)
+    index = tensor(index)
+    return data.gather(axis, torch.where(index < 0, index + data.shape[axis], index))
+
+
+def _gather_nd(step: Step, data: Tensor, index: Any) -> Tensor:
+    if step.get("batch_dims", 0):
+        raise step.refuse("batch_dims are not supported")
+    index = tensor(index)
+    return data[tuple(index[..., i] for i in range(index.shape[-1]))]
+
+
+def _triangle(step: Step, x: Tensor, diagonal: Any = None) -> Tensor:
+    k = 0 if diagonal is None else number(step, diagonal)
+    return x.triu(k) if step.get("upper", 1) else x.tril(k)
+
+
+def _one_hot(step: Step, index: Any, depth: Any, values: Any) -> Tensor:
+    if step.get("axis", -1) not in {-1, tensor(index).ndim}:
+        raise step.refuse("an axis other than the last is not supported")
+    off, on = tensor(values).tolist()
+    hot = F.one_hot(tensor(index).long() % number(step, depth), number(step, depth))
+    return torch.where(hot.bool(), torch.tensor(on), torch.tensor(off))
+
+
 def _expand(step: Step, x: Tensor, shape: Any) -> Tensor:
     sizes = numbers(step, shape)
     own = [1] * (len(sizes) - x.ndim) + list(x.shape)
@@ -239,7 +265,7 @@ def _space_to_depth(step: Step, x: Tensor) -> Tensor:
 
 def _where(_step: Step, condition: Any, a: Any, b: Any) -> Any:
     if all(map(is_shape, (condition, a, b))):
-        return _each(_each(condition, a, lambda c, v: (c, v)), b, lambda pair, v: pair[1] if pair[0] else v)
+        return each(each(condition, a, lambda c, v: (c, v)), b, lambda pair, v: pair[1] if pair[0] else v)
     if isinstance(condition, bool):
         return a if condition else b
     return torch.where(tensor(condition), *(v if not isinstance(v, list) else tensor(v) for v in (a, b)))
@@ -273,7 +299,15 @@ OPERATORS: dict[str, Operator] = {
     "Split": _split,
     "Slice": _slice,
     "Gather": _gather,
+    "GatherElements": _gather_elements,
+    "GatherND": _gather_nd,
+    "Trilu": _triangle,
+    "OneHot": _one_hot,
     "Expand": _expand,
+    "CastLike": lambda _step, x, like: (
+        x.to(like.dtype) if isinstance(x, Tensor) and isinstance(like, Tensor) else x
+    ),
+    "Xor": binary(torch.logical_xor, operator.xor),
     "Tile": _tile,
     "ConstantOfShape": _constant_of_shape,
     "Range": _range,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.kfac.distributed.ownership import assign, cost, units_of
@@ -15,6 +14,8 @@ from ul2q.pipeline.kfac.distributed.reduce_scatter import Exchange
 from ul2q.pipeline.kfac.distributed.wire_format import Contribution, Form, form_of
 from ul2q.pipeline.kfac.layers.hooks import PROBLEMS, Recorder
 from ul2q.pipeline.kfac.layers.kronecker import Layer
+from ul2q.pipeline.kfac.layers.weak_hook import WeakHook, remove_with
+from ul2q.pipeline.kfac.math.linear_algebra import full_type
 from ul2q.pipeline.kfac.options import Options
 
 
@@ -54,6 +55,7 @@ class Collector:
         self._recorder = Recorder(layers.values(), rows=rows, share=options.factor_share)
         self._exchange: Exchange | None = None
         self._arrived: dict[int, set[int]] = {}
+        self._versions: dict[nn.Parameter, tuple[int, int]] = {}  # of gradients as they came
         self._syncing = True
         initialised = dist.is_available() and dist.is_initialized()
         if options.distributed and not initialised:
@@ -78,13 +80,18 @@ class Collector:
             bucket_bytes=options.bucket_bytes,
         )
         self._exchange.share_model(model)
-        for index, unit in enumerate(self.units):
-            for p in unit.parameters:
-                p.register_post_accumulate_grad_hook(partial(self._gradient_arrived, index))
+        self._unit_of = {p: index for index, unit in enumerate(self.units) for p in unit.parameters}
+        hooks = [
+            p.register_post_accumulate_grad_hook(WeakHook(self._gradient_arrived, p)) for p in self._unit_of
+        ]
+        self._remove = remove_with(self, hooks)
 
-    def _gradient_arrived(self, index: int, parameter: Tensor) -> None:
+    def _gradient_arrived(self, parameter: nn.Parameter) -> None:
+        if parameter.grad is not None:
+            self._versions[parameter] = (id(parameter.grad), parameter.grad._version)
         if not self._syncing or self._exchange is None:
             return
+        index = self._unit_of[parameter]
         arrived = self._arrived.setdefault(index, set())
         arrived.add(id(parameter))
         if len(arrived) == len(self.units[index].parameters):
@@ -116,7 +123,7 @@ class Collector:
     def discard(self) -> None:
         """Discard the results of backward passes since the last step; all ranks call this together."""
         self._recorder.clear()
-        self._arrived = {}
+        self._arrived, self._versions = {}, {}
         if self._exchange is not None:
             self._exchange.restart()
 
@@ -157,19 +164,35 @@ class Collector:
             scale: factor of the mean loss over all ranks; divided out of the gradients.
 
         Returns:
-            Contributions of the units that this rank owns, by name, with unnormalised statistics.
+            Contributions of the units that this rank owns, by name, with unnormalised statistics, in float32
+            or wider.
+
+        Raises:
+            UsageError: gradients were changed after they were sent to other ranks.
         """
+        for p, (kept, version) in self._versions.items():
+            if p.grad is not None and (id(p.grad), p.grad._version) != (kept, version):
+                raise UsageError(
+                    "KFAC: gradients were changed between backward and step, but on several ranks backward "
+                    "sends them: to clip them give Options(max_norm=…) instead of calling clip_grad_norm_"
+                )
         if self._exchange is None:
             parts = {index: self._contribution(index) for index in range(len(self.units))}
         else:
             parts = self._exchange.collect()
         totals = {}
         for index, part in parts.items():
-            gradients = tuple(None if g is None else g if scale == 1 else g / scale for g in part.gradients)
+            full = (None if g is None else g.to(full_type(g.dtype)) for g in part.gradients)
+            gradients = tuple(None if g is None else g if scale == 1 else g / scale for g in full)
             totals[self.units[index].name] = Contribution(
                 gradients, part.sums, part.samples, part.used, part.problem
             )
         return totals
+
+    @property
+    def loss_weight(self) -> float:
+        """This rank's lower bound of the factor of its losses over their mean, loss scale included."""
+        return float(self._recorder.loss_weight)
 
     def total(self, values: Sequence[float]) -> list[float]:
         """Return the sums of a few numbers over all ranks."""
@@ -191,6 +214,8 @@ class Collector:
         """Bytes that this rank has sent so far."""
         return 0 if self._exchange is None else self._exchange.sent_bytes
 
-    def remove_hooks(self) -> None:
+    def remove(self) -> None:
         """Remove the hooks from the model."""
         self._recorder.remove()
+        if self._exchange is not None:
+            self._remove()

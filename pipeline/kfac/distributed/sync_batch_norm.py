@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ul2q.pipeline.kfac.distributed.collectives import all_gather, all_reduce
+from ul2q.pipeline.kfac.math.linear_algebra import full_type
 
 
 def combined(counts: Tensor, means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -89,7 +90,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         if not self.training or not dist.is_initialized() or dist.get_world_size() == 1:
             return super().forward(input)
         flat = input.reshape(input.shape[0], input.shape[1], -1)
-        x = flat.float() if flat.dtype in (torch.float16, torch.bfloat16) else flat
+        x = flat.to(full_type(flat.dtype))
         x_hat, count, mean, variance = _Normalise.apply(x, self.eps)
         self.batch_statistics = (mean.detach(), variance.detach())
         self._track(float(count), mean, variance)

@@ -23,7 +23,6 @@ from ul2q.pipeline.kfac.math import linear_algebra
 from ul2q.pipeline.kfac.math.linear_algebra import Moment
 from ul2q.pipeline.kfac.math.statistics import KroneckerSums, Sums, UnitSums
 
-HALVES = (torch.float16, torch.bfloat16)
 #: samples, used, rows, problem, bits of present gradients, has sums, and three scales
 _HEADER = 9
 _ALIGN = 8
@@ -117,7 +116,7 @@ def segment_bytes(unit: Unit, form: Form, dtype: torch.dtype) -> int:
 
 def _scaled(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, float]:
     """Return values in the transport type and the power of two that scales them."""
-    if dtype not in HALVES:
+    if dtype not in linear_algebra.HALVES:
         return values.to(dtype), 1.0
     largest = float(values.abs().max()) if values.numel() else 0.0
     if not 0 < largest < float("inf"):
@@ -204,10 +203,9 @@ def decode(unit: Unit, segments: Sequence[Tensor], form: Form, dtype: torch.dtyp
         dtype: transport type.
 
     Returns:
-        The sum: gradients are added, not averaged.
+        The sum: gradients are added, not averaged, and stay in float32 or wider.
     """
-    compute = unit.parameters[0].dtype
-    compute = torch.float32 if compute in HALVES else compute
+    compute = linear_algebra.full_type(unit.parameters[0].dtype)
     sums: Sums | None = None
     gradient: Tensor | None = None
     samples, used, present, problem = 0, 0, 0, None
@@ -225,5 +223,5 @@ def decode(unit: Unit, segments: Sequence[Tensor], form: Form, dtype: torch.dtyp
     assert gradient is not None  # noqa: S101 (there is at least one rank)
     pieces = gradient.split([p.numel() for p in unit.parameters])
     pairs = enumerate(zip(unit.parameters, pieces, strict=True))
-    gradients = tuple(g.reshape(p.shape).to(p.dtype) if present >> k & 1 else None for k, (p, g) in pairs)
+    gradients = tuple(g.reshape(p.shape) if present >> k & 1 else None for k, (p, g) in pairs)
     return Contribution(gradients, sums, samples, used, problem)

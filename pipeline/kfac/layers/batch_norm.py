@@ -112,7 +112,8 @@ class BatchNormLayer:
 
     def joined(self) -> Tensor:
         """Return an empty matrix for γ and β [c, 2]."""
-        return self.weight.new_empty(len(self.weight), 2)
+        dtype = linear_algebra.full_type(self.weight.dtype)
+        return self.weight.new_empty(len(self.weight), 2, dtype=dtype)
 
     def split(self, matrix: Tensor) -> tuple[Tensor, ...]:
         """Return the two columns."""

@@ -9,14 +9,17 @@ have no effect.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ul2q.pipeline.kfac.layers.kronecker import Layer, Uncovered
-from ul2q.pipeline.kfac.math.statistics import Sums
+from ul2q.pipeline.kfac.layers.kronecker import KroneckerLayer, Layer, Uncovered
+from ul2q.pipeline.kfac.layers.weak_hook import WeakHook, remove_with
+from ul2q.pipeline.kfac.math import linear_algebra
+from ul2q.pipeline.kfac.math.statistics import Sums, cross_entropy_weight
 
 
 class Problems(NamedTuple):
@@ -35,15 +38,14 @@ PROBLEMS = Problems(
     undifferentiated="no statistics: no gradient came back through its output",
     unbatched="it was called without a batch dimension",
     uneven="it was called twice with different batch sizes",
-    twice="one forward pass was differentiated twice",
+    twice="one forward pass was differentiated twice (add up the losses for one backward pass)",
     late="it was called again during the backward pass",
 )
 
 
 def _full_precision(x: Tensor) -> Tensor:
     """Return x detached; half precision becomes float32, wider types stay."""
-    x = x.detach()
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    return x.detach().to(linear_algebra.full_type(x.dtype))
 
 
 class Record:
@@ -109,6 +111,8 @@ class Recorder:
         records: statistics by layer name.
         forward_rows: rows (examples times positions) of all forward passes since :meth:`start`, by layer
             name: known before any gradient arrives, and at least the rows of the records.
+        loss_weight: lower bound of the factor by which the losses differentiated since :meth:`start` exceed
+            the mean over their examples, where the last layer has the gradients of a cross-entropy; else 0.
         rows: allow statistics as rows instead of matrices.
         share: fraction of a batch's examples to use.
         measure_error: compare A of the used examples with that of all.
@@ -124,10 +128,16 @@ class Recorder:
         self.forward_rows: dict[str, int] = {}
         self.rows, self.share, self.training_only = rows, share, training_only
         self.measure_error = share < 1
-        self._handles = [
-            layer.module.register_forward_hook(self._forward_hook(layer), with_kwargs=True)
-            for layer in layers
-        ]
+        self.loss_weight: Tensor | float = 0.0
+        self._last_pass = -1
+        self._layer_of = {layer.module: layer for layer in layers}
+        self._remove = remove_with(
+            self,
+            [
+                module.register_forward_hook(WeakHook(self._forward, module), with_kwargs=True)
+                for module in self._layer_of
+            ],
+        )
 
     def start(self, wanted: frozenset[str], *, measure_error: bool = False) -> None:
         """Start a new step.
@@ -143,24 +153,24 @@ class Recorder:
     def clear(self) -> None:
         """Discard the records; forward passes whose gradient is still to come remain valid."""
         self.records = {}
+        self.loss_weight = 0.0
 
     def remove(self) -> None:
-        """Remove the hooks from the model."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        """Remove the hooks from the model, as happens when the recorder is gone."""
+        self._remove()
 
-    def _forward_hook(self, layer: Layer) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-            if layer.name not in self.wanted or not torch.is_grad_enabled() or not output.requires_grad:
-                return
-            if self.training_only and not module.training:
-                return
-            self.records.setdefault(layer.name, Record())  # it ran, even if no gradient comes back
-            call = self._call(layer, args[0] if args else kwargs["input"], output)
-            output.register_hook(self._output_hook(layer, call))
-
-        return hook
+    def _forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+    ) -> None:
+        """Record a forward pass, and ask for the gradient of its output."""
+        layer = self._layer_of[module]
+        if layer.name not in self.wanted or not torch.is_grad_enabled() or not output.requires_grad:
+            return
+        if self.training_only and not module.training:
+            return
+        self.records.setdefault(layer.name, Record())  # it ran, even if no gradient comes back
+        call = self._call(layer, args[0] if args else kwargs["input"], output)
+        output.register_hook(_OutputHook(self, layer, call))
 
     def _call(self, layer: Layer, x: Tensor, output: Tensor) -> _Call | None:
         """Return the statistic of the inputs of a call; None without a batch dimension."""
@@ -178,21 +188,44 @@ class Recorder:
         self.forward_rows[layer.name] = self.forward_rows.get(layer.name, 0) + rows
         return _Call(inputs, x.shape[0], used, error)
 
-    def _output_hook(self, layer: Layer, call: _Call | None) -> Callable[[Tensor], None]:
-        done = False
+    def arrived(self, layer: Layer, call: _Call | None, g: Tensor, *, again: bool) -> None:
+        """Record the gradient of an output.
 
-        def hook(g: Tensor) -> None:
-            nonlocal done
-            # Not the record of the forward pass: zero_grad may stand between the two passes.
-            record = self.records.setdefault(layer.name, Record())
-            if call is None or done:
-                record.problem = PROBLEMS.unbatched if call is None else PROBLEMS.twice
-                return
-            done = True
-            if call.error is not None:
-                record.error = call.error
-            with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
-                sums = layer.sums(call.inputs, _full_precision(g[: call.used]), rows=self.rows)
-            record.add(sums, call.samples, call.used, torch._C._current_graph_task_id())
+        Args:
+            layer: the layer.
+            call: its forward pass; None without a batch dimension.
+            g: the gradient.
+            again: a gradient of this output has arrived before.
+        """
+        # Not the record of the forward pass: zero_grad may stand between the two passes.
+        record = self.records.setdefault(layer.name, Record())
+        if call is None or again:
+            record.problem = PROBLEMS.unbatched if call is None else PROBLEMS.twice
+            return
+        if call.error is not None:
+            record.error = call.error
+        backward = torch._C._current_graph_task_id()
+        with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
+            used = _full_precision(g[: call.used])
+            if backward != self._last_pass and isinstance(layer, KroneckerLayer):  # nearest to the loss
+                rows = used.reshape(-1, used.shape[-1]) if layer.geometry is None else used.movedim(1, -1)
+                rows = rows.reshape(-1, rows.shape[-1])
+                # over positions the loss of an example may be a sum: at most their number
+                self.loss_weight += cross_entropy_weight(rows) * (call.samples / len(rows))
+            sums = layer.sums(call.inputs, used, rows=self.rows)
+        self._last_pass = backward
+        record.add(sums, call.samples, call.used, backward)
 
-        return hook
+
+class _OutputHook:
+    """Pass the gradient of one output on to the recorder, for as long as it lives."""
+
+    def __init__(self, recorder: Recorder, layer: Layer, call: _Call | None) -> None:
+        self._recorder, self._layer, self._call = weakref.ref(recorder), layer, call
+        self._again = False
+
+    def __call__(self, g: Tensor) -> None:
+        recorder = self._recorder()
+        if recorder is not None:
+            recorder.arrived(self._layer, self._call, g, again=self._again)
+        self._again = True

@@ -153,7 +153,8 @@ class KroneckerLayer:
     def joined(self) -> Tensor:
         """Return an empty tensor for weight and bias as one matrix per group [c, m, d]."""
         d, m = self.dims
-        return self.weight.new_empty(self.groups, m, d)
+        dtype = linear_algebra.full_type(self.weight.dtype)
+        return self.weight.new_empty(self.groups, m, d, dtype=dtype)
 
     def split(self, matrix: Tensor) -> tuple[Tensor, ...]:
         """Return a view of a contiguous [c, m, d] for each of ``parameters``."""

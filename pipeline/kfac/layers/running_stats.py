@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ul2q.pipeline.kfac.layers.weak_hook import WeakHook, remove_with
+
 
 class RunningStatistics:
     """Copies of the running statistics from before the first training batch since the last step."""
@@ -23,7 +25,10 @@ class RunningStatistics:
         """
         self._before: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
         normalisations = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-        self._handles = [module.register_forward_pre_hook(self._save) for module in normalisations]
+        self._remove = remove_with(
+            self,
+            [module.register_forward_pre_hook(WeakHook(self._save, module)) for module in normalisations],
+        )
 
     def _save(self, module: nn.Module, _args: Any) -> None:
         if module.training and module not in self._before:
@@ -42,7 +47,5 @@ class RunningStatistics:
         self.forget()
 
     def remove(self) -> None:
-        """Remove the hooks from the model."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        """Remove the hooks from the model, as happens when this object is gone."""
+        self._remove()

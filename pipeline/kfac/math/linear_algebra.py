@@ -17,6 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def full_type(dtype: torch.dtype) -> torch.dtype:
+    """Return the type to compute in: float32 for half precision, wider types stay."""
+    return torch.float32 if dtype in HALVES else dtype
+
 
 def tri(matrix: Tensor) -> Tensor:
     """Pack the lower triangles of symmetric matrices, row by row.

@@ -8,7 +8,7 @@ import numpy as np
 
 from ul2q.pipeline.quantize import ul2q
 from ul2q.pipeline.quantize.rules.rule import Steps, WeightRule
-from ul2q.pipeline.quantize.steps import PAPER, Step
+from ul2q.pipeline.quantize.steps import PAPER, Step, offset_with_zero
 from ul2q.pipeline.quantize.ul2q import Array
 
 
@@ -27,6 +27,8 @@ class MuL2Q(WeightRule):
     def scale_offset(self, w: Array, k: int, axis: int | None = None) -> Steps:
         """Return `ul2q.pipeline.quantize.ul2q.scale_offset`."""
         alpha, beta = ul2q.scale_offset(w, k, axis, ratio=self.step.ratio, symmetric=self.step.symmetric)
+        if self.step.zero:
+            beta = offset_with_zero(alpha, beta, k, ul2q.namespace(alpha))
         return alpha, beta
 
     def codes(

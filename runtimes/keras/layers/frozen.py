@@ -12,7 +12,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.errors import UsageError, listed
 from ul2q.pipeline.graph.operators.definition import CodeFormat, Table
 from ul2q.pipeline.graph.operators.registry import INTEGER_OPERATORS
 from ul2q.pipeline.quantize import arithmetic
@@ -29,7 +29,7 @@ def _table(operator: str) -> Table:
     """
     definition = INTEGER_OPERATORS.get(operator)
     if definition is None or definition.table is None:
-        known = ", ".join(name for name, entry in INTEGER_OPERATORS.items() if entry.table is not None)
+        known = listed(name for name, entry in INTEGER_OPERATORS.items() if entry.table is not None)
         raise UsageError(f"`function` is {operator!r}: use one of {known}")
     return definition.table
 

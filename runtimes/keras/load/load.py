@@ -6,7 +6,7 @@ from pathlib import Path
 
 import keras
 
-from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.errors import UsageError, listed
 from ul2q.runtimes.keras.load.conversion import Conversion, Value
 from ul2q.runtimes.keras.load.network import damage_named, read_network
 from ul2q.runtimes.keras.load.operators import HANDLERS
@@ -59,7 +59,7 @@ def _convert(conversion: Conversion, name: str) -> keras.Model:
         if handler is None:
             raise UsageError(
                 f"{network.file}: {operator.layer} is a {operator.op}, which load_onnx does not know; "
-                f"known are {', '.join(sorted(HANDLERS))}"
+                f"known are {listed(sorted(HANDLERS))}"
             )
         handler(conversion, operator)
     outputs = [conversion.in_onnx_order(conversion.values[o]) for o in network.outputs]

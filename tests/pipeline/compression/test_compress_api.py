@@ -57,6 +57,37 @@ def test_what_is_in_memory_is_what_is_in_the_file(compressed: CompressedModel, t
     assert json.loads(metadata["ul2q.preprocess"])["scale"] == 1
 
 
+def test_the_state_dict_holds_all_that_the_outputs_depend_on(compressed: CompressedModel) -> None:
+    x = torch.from_numpy(X)
+    other = compress(network(), (3 * X[:40] - 1, Y[:40]), QuantConfig(wbits=2, epochs=0, seed=3)).module
+    expected = compressed.module(x)
+    assert not torch.equal(other(x), expected)
+    state = compressed.module.state_dict()
+    assert all(isinstance(value, Tensor) for value in state.values())
+    own = compressed.report["activations"][0]
+    assert state["input.out_scale"].tolist() == own["scale"]
+    assert state["input.out_zero_point"].tolist() == own["zero_point"]
+    assert not any(other.load_state_dict(state))
+    assert torch.equal(other(x), expected)
+    del state["input.out_scale"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*input\.out_scale"):
+        other.load_state_dict(state)
+    assert torch.equal(other(x), expected)
+    assert other.load_state_dict(state, strict=False).missing_keys == ["input.out_scale"]
+
+
+def test_the_report_has_the_accuracy_before_files_are_written(compressed: CompressedModel) -> None:
+    (accuracy, rest) = compressed.report["accuracy"], compressed.report["accuracy"]["onnxruntime"]
+    assert rest is None
+    assert (accuracy["metric"], accuracy["samples"]) == ("top1", 18)
+    test = compressed.run.data.test
+    assert test is not None
+    (x,), y = test.fetch(np.arange(18))
+    for key, module in (("float", network().eval()), ("quantized", compressed.module)):
+        assert accuracy[key] == float((module(x).argmax(1) == y).double().mean())  # type: ignore[literal-required]
+    assert accuracy["note"] == "held out of fine-tuning; the network may have been trained on them"
+
+
 def test_one_seed_gives_one_file_and_leaves_no_trace(compressed: CompressedModel) -> None:
     model = network().train()
     model[0].eval()
@@ -86,7 +117,8 @@ def test_loss_and_metric_of_the_caller_are_used() -> None:
     config = QuantConfig(wbits=2, epochs=2, batch_size=32, abits=32, curvature="off")
     result = compress(network(), (X, Y), config, loss=loss, metric=metric)
     assert seen["loss"] == [((32, 3), torch.int64, False)] * 2
-    assert set(seen["metric"]) == {9}  # the validation samples
+    assert set(seen["metric"][:-2]) == {9}  # the validation samples
+    assert seen["metric"][-2:] == [18, 18]  # the test samples, before and after
     # The state before the first epoch was the best by this metric: its weights are the model's.
     master = result.prepared.module.get_submodule("5").parametrizations.weight.original
     assert torch.equal(master, network()[5].weight)

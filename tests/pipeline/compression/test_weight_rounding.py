@@ -176,6 +176,20 @@ def test_training_starts_from_the_codes() -> None:
     assert all(p.grad is not None for p in prepared.module.parameters() if p.requires_grad)
 
 
+def test_a_tied_embedding_stays_tied_in_training() -> None:
+    torch.manual_seed(0)
+    embedding, head = nn.Embedding(20, 8), nn.Linear(8, 20, bias=False)
+    head.weight = embedding.weight
+    tokens = torch.randint(0, 20, (64, 5))
+    captured = capture(nn.Sequential(embedding, nn.Linear(8, 8), nn.ReLU(), head), (tokens[:4],))
+    prepared = prepare(captured, QuantConfig(2, epochs=1))
+    calibrate(prepared, captured.module, lambda: [(tokens,)])
+    move_into_cells(prepared)
+    parameters = dict(prepared.module.named_parameters(remove_duplicate=False))
+    shared = [name for name, p in parameters.items() if p is parameters["3.parametrizations.weight.original"]]
+    assert len(shared) == 2
+
+
 @pytest.mark.parametrize("options", [{"curvature": "off"}, {"step": "paper"}])
 def test_it_can_be_switched_off(options: dict[str, str]) -> None:
     x = correlated(32)

@@ -14,7 +14,9 @@ import pytest
 import torch
 from PIL import Image
 
-from ul2q.pipeline.data import DataSplits, Preprocess, batches, load_data
+from ul2q.pipeline.data import DataSplits, Preprocess, as_splits, batches, load_data
+from ul2q.pipeline.data.data_splits import SPLIT_LATER
+from ul2q.pipeline.data.load import parts_spec
 from ul2q.pipeline.data.safe_unpickle import unpickle
 from ul2q.pipeline.errors import UsageError
 
@@ -449,6 +451,57 @@ def test_image_folder_with_parts(tmp_path: Path) -> None:
     (tmp_path / "train").rename(tmp_path / "Other")
     with pytest.raises(UsageError, match="has val, test but no train subfolder"):
         load_data(tmp_path)
+
+
+@pytest.mark.case("validation-without-test", outcome="works")
+def test_what_is_set_apart_for_validation_alone_is_reported_on(tmp_path: Path) -> None:
+    for part, count in (("train", 10), ("val", 3)):
+        class_folders(tmp_path / part, count)
+    splits = load_data(tmp_path)
+    assert sizes(splits) == [18, 2, 6]
+    assert splits.split["given"] == ["test"]
+    assert splits.unseen(None)
+    folders = [{Path(part.describe(row)).parts[-3] for row in range(len(part))} for part in splits.parts]
+    assert folders == [{"train"}, {"train"}, {"val"}]
+
+
+@pytest.mark.parametrize(
+    "given", [("train", "test"), ("train", "validation"), ("train", "validation", "test")]
+)
+def test_parts_at_places_of_their_own(tmp_path: Path, given: tuple[str, ...]) -> None:
+    counts = {"train": 10, "validation": 2, "test": 3}
+    for part in given:
+        class_folders(tmp_path / f"my {part}", counts[part])
+    parts = {part: tmp_path / f"my {part}" for part in given}
+    splits = load_data(parts_spec(parts))
+    assert splits.unseen(None)
+    found = [{Path(part.describe(row)).parts[-3] for row in range(len(part))} for part in splits.parts]
+    held_out = "my train" if given[1:] in {("test",), ("validation",)} else "my validation"
+    tested = "my test" if "test" in given else "my validation"
+    assert found == [{"my train"}, {held_out}, {tested}]
+    assert as_splits(parts).split == splits.split
+    with pytest.raises(UsageError, match="test without `train`"):
+        parts_spec({"test": "x"})
+    with pytest.raises(UsageError, match=r"unknown parts of the data \['dev'\]"):
+        as_splits({"dev": "x"})
+    (tmp_path / "my train").rename(tmp_path / "train")
+    class_folders(tmp_path / "test", 2)
+    with pytest.raises(UsageError, match="is divided into parts itself"):
+        load_data(parts_spec({"train": tmp_path, "test": tmp_path / "train"}))
+
+
+@pytest.mark.case("undivided-source", outcome="warned")
+def test_it_is_known_whether_a_network_saw_the_test_samples(tmp_path: Path) -> None:
+    class_folders(tmp_path / "a", 10)
+    splits = load_data(tmp_path / "a")
+    record = splits.record()
+    assert splits.unseen(record)
+    assert not splits.unseen(None)
+    assert not splits.unseen({"spec": record["spec"], "split": {}})
+    assert not splits.unseen(record | {"spec": "elsewhere"})
+    # a split that was made after the training does not tell
+    assert not splits.unseen(record | {"split": record["split"] | {SPLIT_LATER: True}})
+    assert not splits.unseen(record | {"split": record["split"] | {"digest": "0"}})
 
 
 def test_recorded_class_names_decide_the_labels(tmp_path: Path) -> None:

@@ -133,6 +133,12 @@ def test_named_parts_are_kept() -> None:
     splits = as_splits({"train": chunks(), "test": (X[:5], Y[:5])})
     assert [len(splits.train or ()), splits.validation, len(splits.test or ())] == [20, None, 5]
     assert splits.split["given"] == ["test", "train"]
+    splits = as_splits({"train": (X, Y), "validation": (X[:5], Y[:5])})
+    assert [len(part) for part in splits.parts] == [18, 2, 5]
+    assert splits.split["given"] == ["test", "train"]
+    assert splits.unseen(None)
+    splits = as_splits({"train": chunks(), "validation": (X[:5], Y[:5])})  # an iterable is for training only
+    assert [len(splits.train or ()), splits.validation, len(splits.test or ())] == [20, None, 5]
     with pytest.raises(UsageError, match=r"unknown parts of the data \['valid'\]"):
         as_splits({"valid": X})
     with pytest.raises(UsageError, match="no samples"):

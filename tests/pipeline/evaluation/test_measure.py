@@ -127,7 +127,7 @@ def test_the_plan_has_the_same_rows_without_measurements(
     rows: dict[str, dict[str, Any]], deployed: Any
 ) -> None:
     measured = {"alpha", "beta", "sqnr_db", "loss", "histogram", "bytes_quantized", "step", "granularity",
-                "output_error"}  # fmt: skip
+                "output_error", "zeros", "zeros_float"}  # fmt: skip
     for row in measure.planned_layers(deployed.prepared):
         assert measured & row.keys() == {"bytes_quantized", "step", "granularity"}
         assert row["bytes_quantized"] == (None if row["quantized"] else row["bytes_float"])

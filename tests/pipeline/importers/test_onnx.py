@@ -126,7 +126,76 @@ OPERATORS: dict[str, tuple[list[Any], dict[str, Any]]] = {
                     node("Sum", "a b c", "d"),
                     node("Greater", "d k", "g"), node("Where", "g d x")],
                    {"k": np.float32(0.3), "p": np.float32(2)}),
+    "extremes of numbers": (
+        [node("Max", "k x", "a"), node("Min", "a k2 x", "b"), node("Max", "v b", "c"),
+         node("Min", "c c v", "d"), node("Mean", "d x k")],
+        {"k": np.float32(-0.3), "k2": np.float32(0.4), "v": weights(4, 1, 1)}),
+    "gathered elements": (
+        [node("ArgMax", "x", "e", axis=1), node("GatherElements", "x e", "a", axis=1),
+         node("Transpose", "x", "t", perm=[1, 0, 2, 3]), node("GatherND", "t i", "b"),
+         node("Transpose", "b", "c", perm=[1, 0, 2, 3]), node("Add", "c a")],
+        {"i": np.array([[0], [2]])}),
+    "triangles": ([node("Trilu", "x k", "a", upper=0), node("Trilu", "x", "b"), node("Add", "a b")],
+                  {"k": np.array(-1)}),
+    "norms": (
+        [node("LpNormalization", "x", "a", axis=1, p=1),
+         node("MeanVarianceNormalization", "a", "b", axes=[2, 3]), node("LRN", "b", size=3, alpha=0.1)], {}),
+    "further reductions": (
+        [node("ReduceL1", "x axes", "a"), node("ReduceLogSumExp", "x axes", "b"), node("Add", "a b")],
+        {"axes": np.array([2, 3])}),
+    "further functions": ([node("Celu", "x", "a", alpha=0.7), node("ThresholdedRelu", "a", "b", alpha=0.2),
+                           node("Atan", "b", "c"), node("Sinh", "c", "d"), node("Cosh", "d", "e"),
+                           node("Tan", "x", "t"), node("IsNaN", "t", "n"), node("IsInf", "t", "i"),
+                           node("Xor", "n i", "o"), node("Where", "o x e")], {}),
+    "top k": ([node("TopK", "x k", "v i", axis=3), node("Cast", "i", "f", to=1), node("Add", "v f")],
+              {"k": np.array([2])}),
+    "smallest": (
+        [node("ArgMin", "x", "i", axis=1, keepdims=1), node("Cast", "i", "f", to=1), node("Add", "x f")], {}),
+    "one hot": ([node("ArgMax", "x", "i", axis=3, keepdims=0), node("OneHot", "i depth values", axis=-1)],
+                {"depth": np.array(6), "values": np.array([-1, 2], np.float32)}),
+    "grid sample": (
+        [node("Slice", "x zero two one", "s"), node("Transpose", "s", "t", perm=[0, 2, 3, 1]),
+         node("Tanh", "t", "g"), node("GridSample", "x g", align_corners=1)],
+        {"zero": np.array([0]), "two": np.array([2]), "one": np.array([1])}),
+    "cast like": ([node("Cast", "x", "i", to=7), node("CastLike", "i x", "f"), node("Add", "f x")], {}),
 }  # fmt: skip
+
+
+def branch(name: str, op: str) -> Any:
+    nodes = [helper.make_node(op, ["x"], [f"{name}_y"], name=f"/{name}/{op}")]
+    return helper.make_graph(
+        nodes, name, [], [helper.make_tensor_value_info(f"{name}_y", TensorProto.FLOAT, None)]
+    )
+
+
+@pytest.mark.parametrize("condition", [True, False])
+def test_a_branch_that_a_constant_chooses_is_taken(condition: bool, tmp_path: Path) -> None:
+    branches = {"then_branch": branch("t", "Relu"), "else_branch": branch("e", "Neg")}
+    nodes = [node("If", "c", "b", **branches), node("Mul", "b k")]
+    agrees(write(tmp_path / "m.onnx", nodes, c=np.array(condition), k=np.float32(2)))
+
+
+QUANTIZERS = {
+    "constants": [node("DequantizeLinear", "w s", "d"), node("Add", "x d")],
+    "values": [node("QuantizeLinear", "x s", "q"), node("DequantizeLinear", "q s")],
+    "dynamic": [node("DynamicQuantizeLinear", "x", "q t z"), node("DequantizeLinear", "q t z")],
+    "integers": [node("Cast", "x", "i", to=2), node("MatMulInteger", "i w", "m"), node("Cast", "m", to=1)],
+    "4 bits": [helper.make_node("MatMulNBits", ["x", "w", "s"], ["y"], domain="com.microsoft", K=6, N=6)],
+}
+
+
+@pytest.mark.parametrize("opset", [10, 13, 21])
+@pytest.mark.parametrize("kind", QUANTIZERS)
+@pytest.mark.case("quantised-source", outcome="refused")
+def test_quantised_files_are_told_in_one_line(kind: str, opset: int, tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "m.onnx", QUANTIZERS[kind], opset=opset, w=np.ones((6, 6), np.uint8), s=np.float32(1)
+    )
+    with pytest.raises(
+        UsageError, match=r"is quantised already \(\w+, \S+\): give the float model"
+    ) as refused:
+        load_onnx(path)
+    assert len(str(refused.value)) <= 300
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -340,7 +409,7 @@ HUGE = [node("ConstantOfShape", "s", "big"), node("Add", "x big")]
         ([node("NonMaxSuppression", "x x")], {}, "operator NonMaxSuppression (/y/NonMax"),
         ([helper.make_node("Foo", ["x"], ["y"], name="f", domain="c")], {}, "operator c.Foo (f) is not"),
         ([node("QuantizeLinear", "x s", "q"), node("DequantizeLinear", "q s")], {"s": np.float32(1)},
-         "it is already quantised (QuantizeLinear at /q/QuantizeLinear): give the float model"),
+         "is quantised already (QuantizeLinear, /q/QuantizeLinear): give the float model"),
         (HUGE, {"s": np.array([1 << 40])}, "operator ConstantOfShape (/big/ConstantOfShape) generates a"),
         ([node("Conv", "x w")], {"w": weights(4, 9, 3, 3)}, "does not run on the data"),
     ],

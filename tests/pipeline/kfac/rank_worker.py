@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.kfac import KFAC, Options, collect_factors, convert_sync_batch_norm
 
 
@@ -164,6 +165,19 @@ def wrapped(_spec: dict[str, Any]) -> tuple[list[str], bool]:
     return said, kfac.model is inner
 
 
+def clip(_spec: dict[str, Any]) -> str:
+    """Gradients clipped by torch on every rank, and what the step says."""
+    model, kfac = build({})
+    x, y = batch(0, 4, torch.float64)
+    F.cross_entropy(model(x), y).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    try:
+        kfac.step()
+    except UsageError as error:
+        return str(error)
+    return "nothing"
+
+
 def normalise(_spec: dict[str, Any]) -> dict[str, Any]:
     """Batch normalisation of a share of unequal size: outputs, gradients, running statistics."""
     g = torch.Generator().manual_seed(0)
@@ -204,7 +218,7 @@ def patience(_spec: dict[str, Any]) -> list[float]:
 
 TASKS = {
     task.__name__: task
-    for task in (train, two_backwards, discard, unused_on_one, wrapped, normalise, factors, patience)
+    for task in (train, two_backwards, discard, unused_on_one, wrapped, clip, normalise, factors, patience)
 }
 
 

@@ -225,6 +225,16 @@ def test_a_second_backward_outside_no_sync_is_refused(ranks: Ranks) -> None:
         assert "no_sync" in message
 
 
+def test_clipping_acts_on_the_gradient_of_all_ranks_or_says_so(ranks: Ranks) -> None:
+    spec = {"steps": (0, 3), "options": {"max_norm": 0.05}}
+    (alone,) = ranks.results("train", 1, spec)
+    (free,) = ranks.results("train", 1, spec | {"options": {}})
+    assert _difference(free["weights"], alone["weights"]) > 1e-3
+    assert _difference(ranks.results("train", 2, spec)[0]["weights"], alone["weights"]) < 1e-9
+    for message in ranks.results("clip", 2, {}):
+        assert "max_norm" in message
+
+
 def test_zero_grad_discards_what_was_sent(ranks: Ranks) -> None:
     alone, two = ranks.results("discard", 1, {})[0], ranks.results("discard", 2, {})[0]
     assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(alone, two, strict=True))

@@ -6,6 +6,7 @@ import copy
 import io
 import itertools
 import logging
+import pickle
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -372,6 +373,18 @@ def test_a_grad_scaler_works() -> None:
         assert torch.allclose(p, q, rtol=1e-10)
 
 
+def test_a_grad_scaler_that_has_unscaled_the_gradients_is_refused() -> None:
+    """The statistics would keep the square of the scale, and updates would be that much too small."""
+    module = nn.Linear(3, 2)
+    before = module.weight.detach().clone()
+    optimizer, scaler = KFAC(module), torch.amp.GradScaler("cpu", init_scale=256.0)
+    scaler.scale(module(torch.ones(4, 3)).square().mean()).backward()
+    scaler.unscale_(optimizer)
+    with pytest.raises(UsageError, match="leave it out, scaler"):
+        scaler.step(optimizer)
+    assert torch.equal(module.weight, before)
+
+
 def test_a_batch_with_nan_is_skipped_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     model, other = _network(), _network()
     optimizer = KFAC(model, lr=0.01)
@@ -506,6 +519,8 @@ def test_values_out_of_range_are_refused(options: dict[str, Any], message: str) 
         {"factor_share": 1.5},
         {"plain_lr": -1.0},
         {"bucket_bytes": 0},
+        {"max_norm": 0.0},
+        {"loss_terms": 0.0},
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
@@ -575,3 +590,265 @@ def test_gradients_may_be_cleared_between_the_forward_and_the_backward_pass() ->
         assert "6" not in optimizer.uncovered
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert torch.equal(*weights)
+
+
+def _hooks(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def test_hooks_leave_the_model_with_their_optimiser() -> None:
+    model = _network()
+    optimizer = KFAC(model)
+    count = _hooks(model)
+    for _ in range(3):
+        optimizer = KFAC(model)
+    assert _hooks(model) == count > 0
+    with optimizer as same:
+        assert same is optimizer
+    assert _hooks(model) == 0
+    with pytest.raises(KeyError), KFAC(model):
+        raise KeyError
+    assert _hooks(model) == 0
+
+
+@pytest.mark.parametrize("saved", [False, True], ids=["deepcopy", "torch.save"])
+def test_a_copy_of_the_model_leaves_no_trace_in_the_statistics(saved: bool) -> None:
+    model = _network()
+    optimizer = KFAC(model)
+    if saved:
+        file = io.BytesIO()
+        torch.save(model, file)
+        assert b"ul2q" not in file.getvalue()  # it can be read where the package is missing
+        file.seek(0)
+        copied = torch.load(file, weights_only=False)
+    else:
+        copied = copy.deepcopy(model)
+    x, _ = _batch(8, 1, 6, 6)
+    assert torch.equal(copied(x), model(x))
+    copied(x).sum().backward()
+    assert all(record.sums is None for record in optimizer._collector._recorder.records.values())
+
+
+@pytest.mark.parametrize("pickled", [False, True], ids=["deepcopy", "pickle"])
+def test_a_copied_pair_of_model_and_optimiser_trains_on_alike(pickled: bool) -> None:
+    model = _network()
+    optimizer = KFAC(model, lr=0.01, factor_interval=1, inverse_interval=2, factor_decay=0.5)
+    optimizer.param_groups[0]["lr"] = 0.02
+    _train(model, optimizer, range(3))
+    pair = copy.deepcopy((model, optimizer))
+    if pickled:
+        pair = pickle.loads(pickle.dumps((model, optimizer)))  # noqa: S301 (our own)
+    assert pair[1].model is pair[0]
+    assert _train(*pair, range(3, 8)) == _train(model, optimizer, range(3, 8))
+    for p, q in zip(model.parameters(), pair[0].parameters(), strict=True):
+        assert p is not q
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("loss_scale", [1.0, 64.0])
+@pytest.mark.parametrize("max_norm", [0.05, 1e6])
+def test_clipping_by_the_option_is_that_of_torch(loss_scale: float, max_norm: float) -> None:
+    model, other = _network(), _network()
+    optimizer = KFAC(model, lr=0.05, loss_scale=loss_scale, options=Options(max_norm=max_norm))
+    torchs = KFAC(other, lr=0.05)
+    for step in range(3):
+        x, y = _batch(8, 1, 6, 6, seed=step)
+        for each in (optimizer, torchs):
+            each.zero_grad()
+        (F.cross_entropy(model(x), y) * loss_scale).backward()
+        F.cross_entropy(other(x), y).backward()
+        norm = nn.utils.clip_grad_norm_(other.parameters(), max_norm)
+        assert (norm > max_norm) == (max_norm < 1)
+        optimizer.step()
+        torchs.step()
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=1e-4, atol=1e-7)  # torch divides by the norm + 1e-6
+
+
+@pytest.mark.parametrize("kind", [list, iter, dict])
+def test_parameters_in_place_of_the_model_are_refused(kind: Callable[..., Any]) -> None:
+    module = nn.Linear(2, 2)
+    given = {"params": list(module.parameters())} if kind is dict else kind(module.parameters())
+    with pytest.raises(UsageError, match="give the network itself, KFAC"):
+        KFAC(given)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_parameters_move_nearly_as_wide_ones(dtype: torch.dtype) -> None:
+    changes = []
+    for each in (dtype, torch.float32):
+        model = _network(dtype=torch.float32).to(dtype).to(each)
+        before = torch.cat([p.detach().float().reshape(-1).clone() for p in model.parameters()])
+        optimizer = KFAC(model, lr=2.0, damping=1.0, momentum=0, options=Options(max_norm=10.0))
+        x, y = _batch(16, 1, 6, 6, dtype=each)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        assert not optimizer.uncovered
+        assert optimizer.factors_state()["layers"]["0"]["A"].dtype == torch.float32
+        assert all(p.dtype == each for p in model.parameters())
+        changes.append(torch.cat([p.detach().float().reshape(-1) for p in model.parameters()]) - before)
+    assert 0 < (changes[0] - changes[1]).norm() < 0.1 * changes[1].norm()
+
+
+@pytest.mark.parametrize("clear_first", [False, True], ids=["clear late", "clear early"])
+def test_layers_that_are_unfrozen_later_are_covered_from_then_on(clear_first: bool) -> None:
+    """As by an optimiser that is constructed afterwards; the others keep their momentum and curvature."""
+    torch.manual_seed(0)
+    layers = nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3)
+    model = nn.Sequential(*layers).double()
+    model[0].requires_grad_(False)
+    model[3].requires_grad_(False)
+    model[2].bias.requires_grad_(False)
+    optimizer = KFAC(model, lr=0.1)
+    x, y = _batch(8, 5)
+
+    def step(network: nn.Module, each: KFAC) -> None:
+        if not clear_first:
+            each.zero_grad()
+        F.cross_entropy(network(x), y).backward()
+        each.step()
+        if clear_first:
+            each.zero_grad()
+
+    step(model, optimizer)
+    velocity = optimizer.state[model[4].weight]["velocity"].clone()
+    inverses = optimizer._natural.curvature["4"]
+    model.requires_grad_(True)
+    other = copy.deepcopy(model)
+    optimizer.zero_grad()
+    fresh = KFAC(other, lr=0.1)
+    assert optimizer._natural.curvature["4"] is inverses
+    assert torch.equal(optimizer.state[model[4].weight]["velocity"], velocity)
+    assert set(optimizer.uncovered) == {"3"}
+    for group, expected in zip(optimizer.param_groups, fresh.param_groups, strict=False):
+        assert [p.shape for p in group["params"][:4]] == [p.shape for p in expected["params"][:4]]
+    step(model, optimizer)
+    step(other, fresh)
+    assert torch.allclose(model[0].weight, other[0].weight, rtol=1e-12)
+    assert torch.allclose(model[2].bias, other[2].bias, rtol=1e-12)
+    assert torch.allclose(model[3].weight, other[3].weight, rtol=1e-12)
+    assert not torch.equal(model[4].weight, other[4].weight)
+
+
+def test_groups_of_parameters_have_settings_of_their_own() -> None:
+    model, decayed, free = _network(), _network(), _network()
+    optimizer = KFAC(model, lr=0.01, weight_decay=0.1)
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    optimizer.add_param_group({"params": vectors, "weight_decay": 0.0})
+    optimizer.add_param_group({"params": model[8].weight, "lr": 0.0})
+    before = model[8].weight.detach().clone()
+    others = KFAC(decayed, lr=0.01, weight_decay=0.1), KFAC(free, lr=0.01)
+    pairs = [(model, optimizer), (decayed, others[0]), (free, others[1])]
+    for each in pairs:
+        _train(*each, range(1))
+    for (name, p), q, r in zip(
+        model.named_parameters(), decayed.parameters(), free.parameters(), strict=True
+    ):
+        assert torch.equal(p, before if name == "8.weight" else r if p.dim() == 1 else q), name
+    again = _network()
+    copied = copy.deepcopy((model, optimizer))
+    assert _train(*copied, range(1, 4)) == _train(model, optimizer, range(1, 4))
+    with pytest.raises(UsageError, match="trainable parameters of its model"):
+        optimizer.add_param_group({"params": list(again.parameters())})
+    with pytest.raises(UsageError, match="`damping` is common to all groups"):
+        optimizer.add_param_group({"params": [model[8].weight], "damping": 0.1})
+
+
+def _losses(case: str, model: nn.Module, step: int) -> list[tuple[Tensor, float]]:
+    """The losses to differentiate in one step, and the share of each."""
+    x, y = _batch(8, 6, seed=step)
+    halves = list(zip(x.split(4), y.split(4), strict=True))
+    if case in {"divided", "undivided"}:
+        return [(F.cross_entropy(model(a), b), 0.5 if case == "divided" else 1.0) for a, b in halves]
+    if case == "sum":
+        return [(F.cross_entropy(model(x), y, reduction="sum"), 1.0)]
+    if case == "squares":
+        return [((model(x) - 5).square().sum(), 1.0)]
+    weights = torch.tensor([1.0, 50.0, 1.0]).double() if case == "weighted" else None
+    return [(F.cross_entropy(model(x), y, weights), 1.0)]
+
+
+@pytest.mark.parametrize("case", ["mean", "weighted", "divided", "squares", "sum", "undivided", "scaled"])
+def test_a_cross_entropy_that_is_no_mean_is_told_once(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    scale = 256.0 if case == "scaled" else 1.0
+    optimizer = KFAC(model, lr=0.0, factor_interval=1, inverse_interval=1, loss_scale=scale)
+    for step in range(3):
+        optimizer.zero_grad()
+        for loss, share in _losses(case, model, step):
+            (loss * share * scale).backward()
+        optimizer.step()
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == (case in {"sum", "undivided"})
+    assert all("times a mean over the batch" in text for text in told)
+
+
+def test_a_sum_over_positions_is_a_loss_of_an_example(caplog: pytest.LogCaptureFixture) -> None:
+    module = nn.Conv1d(2, 3, 1).double()
+    optimizer = KFAC(module, lr=0.0, factor_interval=1, inverse_interval=1)
+    labels = torch.zeros(4, 7, dtype=torch.long)
+    for factor, told in ((1 / 4, 0), (1, 1)):
+        optimizer.zero_grad()
+        outputs = module(torch.randn(4, 2, 7, dtype=torch.float64))
+        (F.cross_entropy(outputs, labels, reduction="sum") * factor).backward()
+        optimizer.step()
+        assert len(caplog.records) == told
+
+
+def test_two_backward_passes_on_one_forward_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    module = nn.Linear(6, 3).double()
+    optimizer = KFAC(module, factor_interval=1, inverse_interval=1)
+    for step in range(4):
+        optimizer.zero_grad()
+        outputs = module(_batch(8, 6, seed=step)[0])
+        if step:
+            outputs.mean().backward(retain_graph=True)
+        outputs.square().mean().backward()
+        before = optimizer.factors_state()["layers"]
+        optimizer.step()
+        if step:  # the statistics of half the loss would be wrong
+            assert torch.equal(optimizer.factors_state()["layers"][""]["A"], before[""]["A"])
+    (told,) = (record.getMessage() for record in caplog.records)
+    assert "keeps the older curvature" in told
+    assert "differentiated twice" in told
+
+
+@pytest.mark.parametrize("damping", [0.1, 1e-6])
+@pytest.mark.parametrize("positions", [4, 16])
+def test_positions_with_a_loss_of_their_own_count_as_examples(damping: float, positions: int) -> None:
+    """The same rows as examples or as positions of fewer examples: the same mean loss, the same update."""
+    x, y = _batch(32, 6)
+    weights = []
+    for shape, terms in (((32,), 1), ((32 // positions, positions), positions)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+        optimizer = KFAC(model, damping=damping, options=Options(loss_terms=terms))
+        F.cross_entropy(model(x.reshape(*shape, 6)).reshape(32, 3), y).backward()
+        optimizer.step()
+        weights.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+    assert torch.allclose(*weights, rtol=1e-7)
+
+
+def test_blocks_of_a_normalisation_are_those_of_the_terms_of_the_loss() -> None:
+    """F of a mean over independent terms is their number times the outer products of its gradients."""
+    module = nn.BatchNorm1d(2).double()
+    x = torch.randn(6, 2, 4, dtype=torch.float64)
+    optimizer = KFAC(module, options=Options(loss_terms=4))
+    (module(x).sum(1).mean(1)).mean().backward()
+    optimizer.step()
+    blocks = optimizer._natural.curvature[""].blocks
+    x_hat = (x - x.mean((0, 2), keepdim=True)) / (x.var((0, 2), correction=0, keepdim=True) + 1e-5).sqrt()
+    pairs = torch.stack([x_hat.mean(2), torch.ones(6, 2)], -1)
+    assert torch.allclose(blocks, 4 * torch.einsum("nci,ncj->cij", pairs, pairs) / 6, rtol=1e-9)
+
+
+def test_on_several_ranks_unfrozen_parameters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their owners would have to be chosen anew, and momentum to move."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
+    optimizer = KFAC(model)
+    monkeypatch.setattr(optimizer._collector, "world", 2)
+    optimizer.zero_grad()
+    model.requires_grad_(True)
+    with pytest.raises(UsageError, match="construct a new optimiser"):
+        optimizer.zero_grad()

@@ -251,6 +251,24 @@ def test_weights_are_moved_into_the_cells_of_given_codes(k: int, granularity: st
         np.testing.assert_array_equal(weights[stays], w[stays])
 
 
+@pytest.mark.parametrize("k", [2, 3, 4, 6])
+@pytest.mark.parametrize("granularity", ["tensor", "channel"])
+def test_pruned_weights_stay_zero_in_their_cells(k: int, granularity: str) -> None:
+    w = drawn(laplace)
+    w[np.random.default_rng(2).random(w.shape) < 0.5] = 0
+    step = fitted_step(w, k, granularity, zero=True)
+    codes, _ = MuL2Q(step).quantize(w, k, granularity, 0)
+    pushed = np.random.default_rng(1).integers(-1, 2, codes.shape) * (w != 0)
+    chosen = np.clip(codes + pushed, -(2 ** (k - 1)), 2 ** (k - 1) - 1).astype(np.int8)
+    moved = weights_with_codes(w, chosen, k, step)
+    assert moved is not None
+    weights, new = moved
+    again, grid = MuL2Q(new).quantize(weights, k, granularity, 0)
+    np.testing.assert_array_equal(again, chosen)
+    assert not weights[w == 0].any()
+    assert not dequantize(again, grid)[w == 0].any()
+
+
 def test_codes_that_no_weights_of_this_mean_have_are_not_reached() -> None:
     w = drawn(normal)
     lowest = np.full(w.shape, -1, np.int8)

@@ -12,6 +12,7 @@ import pytest
 from ul2q.pipeline.quantize.ul2q import LOSS
 from ul2q.pipeline.report import charts, pictures
 from ul2q.pipeline.report.charts import Axis
+from ul2q.pipeline.report.page import html
 from ul2q.pipeline.report.schema import Report, complete
 
 Make = Callable[..., Report]
@@ -196,3 +197,19 @@ def test_a_dash_tells_which_run_lacks_a_layer(make_report: Make, names: list[str
     ]  # fmt: skip
     assert [row.value.split(" → ").index("–") for row in noise.rows] == [1, 0]
     assert [row.spans[0].kind for row in sizes.rows] == ["before", "after"]
+
+
+def test_every_epoch_has_a_bar_of_its_loss_and_its_score(make_report: Make, names: list[str]) -> None:
+    report = make_report(names)
+    assert not pictures.epochs(report).rows
+    report["epochs"] = [
+        {"epoch": 1, "loss": 2.0, "score": 0.25},
+        {"epoch": 2, "loss": 0.5, "score": None},
+    ]
+    first, second = pictures.epochs(report).rows
+    assert (first.name, first.value) == ("epoch 1", "loss 2, validation score 0.2500")
+    assert (second.name, second.value) == ("epoch 2", "loss 0.5")
+    assert [row.spans[0].length for row in (first, second)] == ["1000", "250"]
+    page = html(complete(report))
+    assert "Fine-tuning" in page
+    assert "loss 2, validation score 0.2500" in page

@@ -68,7 +68,7 @@ def measured() -> dict[str, Any]:
 
 CONTRACT = """
 ul2q model.source model.sha256 model.arch model.parameters data config seed seconds layers
-activations
+activations float_operators
 size.float_onnx_bytes size.onnx_bytes size.overhead_bytes size.ratio size.weight_bits_mean size.keras_bytes
 memory.paper.parameters memory.paper.activations memory.paper.storage_bytes memory.paper.runtime_bytes
 memory.paper.float_runtime_bytes memory.planned_peak_bytes
@@ -77,18 +77,18 @@ memory.measured_peak_rss_bytes.float memory.measured_peak_rss_bytes.quantized
 operations.multiply_adds operations.bit_operations operations.float_bit_operations
 task.name task.description
 accuracy.metric accuracy.samples accuracy.float accuracy.quantized accuracy.onnxruntime accuracy.keras
-fidelity.samples fidelity.part fidelity.outputs metrics
+accuracy.note fidelity.samples fidelity.part fidelity.outputs metrics
 parity.onnxruntime.max_abs parity.onnxruntime.max_steps
 parity.onnxruntime.argmax_agreement parity.onnxruntime.first_layer parity.onnxruntime_accurate parity.keras
 latency_ms.float latency_ms.quantized latency_ms.ratio latency_ms.threads latency_ms.operators
-load_ms.float load_ms.quantized cpu.exact cpu.unsigned_layers warnings
+latency_ms.shares load_ms.float load_ms.quantized cpu.exact cpu.unsigned_layers epochs warnings
 """
 LAYER = """
 name op parameters outputs multiply_adds wbits abits granularity step output_error alpha beta sqnr_db loss
-histogram bytes_float bytes_quantized quantized reason
+histogram zeros_float zeros bytes_float bytes_quantized quantized reason
 """
 ACTIVATION = "name scale zero_point min max fit error errors"
-OPEN = {"config", "seconds", "metrics", "latency_ms.operators"}
+OPEN = {"config", "seconds", "metrics", "latency_ms.operators", "latency_ms.shares"}
 
 
 def paths(value: object, prefix: str = "") -> list[str]:
@@ -162,6 +162,19 @@ def test_wrong_fields_are_named(change: Any, message: str) -> None:
     change(values)
     with pytest.raises(UsageError, match=message):
         complete(values)
+
+
+def test_operators_are_shown_with_their_part_of_the_time() -> None:
+    values = measured()
+    values["latency_ms"]["operators"] = {"QLinearConv": 2, "Gelu": 1}
+    assert text.operators(complete(values)) == "2 QLinearConv, 1 Gelu"
+    values["latency_ms"]["shares"] = {"QLinearConv": 0.934, "Gelu": 0.066}
+    values["float_operators"] = ["gelu"]
+    assert text.operators(complete(values)) == (
+        "2 QLinearConv (93 %), 1 Gelu (7 %), in % of the time; in float, without an integer kernel: gelu"
+    )
+    values["float_operators"] = [f"gelu_{i}" for i in range(10)]
+    assert text.operators(complete(values)).endswith("gelu_6, gelu_7 and 2 more")
 
 
 @pytest.mark.case("larger", "slower", outcome="warned")

@@ -378,7 +378,7 @@ def test_a_report_without_targets_has_figures_and_names_the_layers_that_cost_mos
     page = (folder / "report.md").read_text()
     assert "same class" not in page
     assert "task | – | – | unknown, matched to the float network, outputs [N, 4], no targets" in page
-    assert "SQNR against float, relative error" in page
+    assert "SQNR against float, error" in page
     warned = [text for text in result.report["warnings"] if "differs from the float network" in text]
     losses = {layer["name"]: layer["output_error"] for layer in result.report["layers"]}
     worst = sorted(losses, key=lambda name: -(losses[name] or 0))

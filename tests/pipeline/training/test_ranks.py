@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import signal
 import socket
@@ -23,6 +24,7 @@ LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*LAUNCHED, "LOCAL_RANK", "TORCH_NCCL_BLOCKING_WAIT"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(ranks._Group, "reports", None)
 
 
 @pytest.mark.parametrize("world", [None, "1"])
@@ -45,6 +47,9 @@ def test_one_process_is_rank_0_of_1(monkeypatch: pytest.MonkeyPatch, world: str 
         ),
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two': start with torchrun, or unset it"),
         ({"RANK": "2"}, "RANK is 2 of WORLD_SIZE 2: ranks count from 0"),
+        ({"MASTER_PORT": "99999"}, "rank 1: MASTER_PORT is 99999: give one from 1 to 65535"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT is 'http'"),
+        ({"MASTER_ADDR": "no-such.invalid"}, "rank 1: MASTER_ADDR 'no-such.invalid' is not found"),
     ],
 )
 def test_environments_that_make_no_sense(
@@ -55,6 +60,18 @@ def test_environments_that_make_no_sense(
             monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match=message), joined("cpu"):
         pass
+    assert may_speak() == (changes != {"WORLD_SIZE": "two"})  # which all ranks read alike before they join
+
+
+def test_a_rank_that_cannot_join_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "START_TIMEOUT", datetime.timedelta(seconds=1))
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))  # where nobody listens
+        for name, value in (LAUNCHED | {"MASTER_PORT": str(one.getsockname()[1])}).items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(JobError, match="rank 1 of 2 could not connect"), joined("cpu"):
+            pass
+    assert may_speak()
 
 
 def test_before_the_ranks_have_joined_rank_0_speaks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,7 +121,7 @@ def test_an_interrupted_run_goes_on_exactly(
     monkeypatch.setattr(progress, "line", lines.append)
     train(chosen, output, resume=True, progress=progress)
     assert lines[0] == "resumed after epoch 2 of 4"
-    assert [line.split()[1] for line in lines[1:]] == ["3/4", "4/4"]
+    assert [line.split()[1] for line in lines if line.startswith("epoch")] == ["3/4", "4/4"]
     assert output.read_bytes() == (tmp_path / "whole.pt").read_bytes()
     assert not partial_path(output).exists()
 
