@@ -39,9 +39,14 @@ def modules_of_the_checkout() -> set[str]:
     return {".".join(("ul2q", *names)).removesuffix(".__init__") for names in parts}
 
 
-def test_importing_every_module_takes_no_bare_name(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What a new process says of the public names, then of every module: torch is imported once for both."""
     names = sorted(modules_of_the_checkout() - {"ul2q.pipeline.__main__"})
     code = f"""
+import ul2q
+print(sorted(ul2q.__all__) == dir(ul2q), *dir(ul2q))
+print(all(getattr(ul2q, name) is not None for name in ul2q.__all__), hasattr(ul2q, "nonsense"))
 import importlib, json, sys
 lacking = []
 for name in {names!r}:
@@ -53,7 +58,11 @@ for name in {names!r}:
         lacking.append(name)
 print(json.dumps([lacking, sorted(set({FOLDERS!r}) & set(sys.modules))]))
 """
-    lacking, bare = json.loads(python(code, tmp_path).splitlines()[-1])
+    return python(code, tmp_path_factory.mktemp("elsewhere")).splitlines()[-3:]
+
+
+def test_importing_every_module_takes_no_bare_name(imported: list[str]) -> None:
+    lacking, bare = json.loads(imported[2])
     assert bare == []
     assert all(name.startswith(("ul2q.runtimes.keras", "ul2q.exporters.keras.save")) for name in lacking)
 
@@ -76,13 +85,8 @@ def test_light_uses_import_no_framework(tmp_path: Path, code: str) -> None:
     assert printed.splitlines()[-1] == "[]"
 
 
-def test_public_names_come_from_where_they_are_defined(tmp_path: Path) -> None:
-    code = """
-import ul2q
-print(sorted(ul2q.__all__) == dir(ul2q), *dir(ul2q))
-print(all(getattr(ul2q, name) is not None for name in ul2q.__all__), hasattr(ul2q, "nonsense"))
-"""
-    listed, resolved = python(code, tmp_path).splitlines()[-2:]
+def test_public_names_come_from_where_they_are_defined(imported: list[str]) -> None:
+    listed, resolved = imported[:2]
     same, *names = listed.split()
     assert same == "True"
     assert {"CompressedModel", "JobError", "QuantConfig", "Report", "UsageError", "compress"} <= set(names)
