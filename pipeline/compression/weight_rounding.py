@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -37,6 +37,10 @@ _ENOUGH_POSITIONS = 8
 _STRONGER_DAMPING = (0.1, 1.0)
 # Where a sample has many positions, no more samples are taken than give so many positions per weight.
 _USED_POSITIONS, _LEAST_SAMPLES = 32, 8
+# Rows in parts have at least so many weights, and at most so many times the positions.
+_SHORTEST_ROW, _KNOWN_PER_POSITION = 64, 8
+# Elements of the moments of several groups.
+_MOMENT_ELEMENTS = 2**23
 # Elements of the copied patches of a convolution.
 _PATCH_ELEMENTS = 2**24
 
@@ -104,42 +108,49 @@ def _round(layer: nn.Module, arguments: tuple[Any, ...]) -> None:
     operator = weighted_operator(layer)
     assert operator is not None  # noqa: S101  (only such layers have a quantised weight)
     quantizer, weight = weight_quantizer(layer), master_weight(layer)
-    rows = _Rows.of(layer, operator)
-    if rows is None:
-        return
     x = arguments[0].detach()
     kept = len(x) - max(1, len(x) // _HELD_OUT)
-    moment, positions = rows.moment(x[:kept])
-    judge, _ = rows.moment(x[kept:])
+    rows = _Rows.of(layer, operator, x[:kept])
+    if rows is None or not bool(torch.isfinite(x).all()):  # the ranges of activations will name the layer
+        return
     codes, grid = quantizer.quantize(weight.numpy())
     alpha, beta = torch.tensor(grid.alpha), torch.tensor(grid.beta)
     varying = alpha > 0
     alpha = torch.where(varying, alpha, 1)
     w, steps, offsets = rows.pack(weight), rows.along(alpha), rows.along(beta)
     own = torch.from_numpy(codes)
+    fixed = ~_to_channels(varying, weight.ndim)
+    if quantizer.step is not None and quantizer.step.zero:
+        fixed = fixed | (weight == 0)  # pruned weights stay 0
+    enough = rows.positions >= _ENOUGH_POSITIONS * rows.width
+    dampings = (DAMPING,) if enough else (DAMPING, *_STRONGER_DAMPING)
+    choices = {damping: torch.zeros_like(w) for damping in dampings}
+    errors = dict.fromkeys((0.0, *dampings), 0.0)
+    for part in rows.pieces():
 
-    def error(q: Tensor) -> float:
-        e = rows.pack(weight - torch.from_numpy(dequantize(q.numpy(), grid))).double()
-        return float(((e @ judge) * e).sum())
+        def error(q: Tensor) -> float:
+            e = (rows.pack(weight - torch.from_numpy(dequantize(q.numpy(), grid)))[part]).double()  # noqa: B023
+            return float(((e @ judge) * e).sum())  # noqa: B023
 
-    least = error(own)
-    if not (0 < least < math.inf):
+        moment, judge = rows.moment(x[:kept], part), rows.moment(x[kept:], part)
+        errors[0.0] += error(own)
+        for damping, chosen in choices.items():
+            chosen[part] = round_second_order(
+                w[part], moment, _piece(steps, part), _piece(offsets, part), quantizer.k, damping, SWEEPS
+            ).to(w.dtype)
+            errors[damping] += error(torch.where(fixed, own, rows.unpack(chosen).to(torch.int8)))
+    best = min(errors, key=lambda damping: errors[damping])
+    if best == 0 or not (0 < errors[0.0] < math.inf):
         return
-    before, best = least, own
-    enough = positions >= _ENOUGH_POSITIONS * rows.width
-    for damping in (DAMPING,) if enough else (DAMPING, *_STRONGER_DAMPING):
-        q = rows.unpack(round_second_order(w, moment, steps, offsets, quantizer.k, damping, SWEEPS))
-        q = torch.where(_to_channels(varying, weight.ndim), q.to(torch.int8), own)
-        if quantizer.step is not None and quantizer.step.zero:
-            q = torch.where(weight == 0, own, q)  # pruned weights stay 0
-        value = error(q)
-        if value < least:
-            least, best = value, q
-    if best is not own:
-        step = quantizer.step
-        quantizer.codes = best
-        if step is not None and step.error is not None:
-            quantizer.step = dataclasses.replace(step, error=step.error * least / before)
+    quantizer.codes = torch.where(fixed, own, rows.unpack(choices[best]).to(torch.int8))
+    step = quantizer.step
+    if step is not None and step.error is not None:
+        quantizer.step = dataclasses.replace(step, error=step.error * errors[best] / errors[0.0])
+
+
+def _piece(values: Tensor, part: slice) -> Tensor:
+    """Return the values [G, …] of some groups; those of one group serve all."""
+    return values if len(values) == 1 else values[part]
 
 
 def _to_channels(values: Tensor, ndim: int) -> Tensor:
@@ -155,28 +166,32 @@ class _Rows:
         geometry: that of a convolution, with G groups; None for a linear layer.
         groups: number of groups G.
         parts: whether the groups are parts of rows, else they are groups of output channels.
+        positions: number of inputs that a row meets.
     """
 
     shape: tuple[int, ...]
     geometry: Geometry | None
     groups: int
     parts: bool
+    positions: int
 
     @classmethod
-    def of(cls, layer: Any, operator: WeightedOperator) -> _Rows | None:
-        """Return the rows of the weight of ``layer``; None if the moment of its inputs is not known."""
+    def of(cls, layer: Any, operator: WeightedOperator, x: Tensor) -> _Rows | None:
+        """Return the rows of the weight of ``layer`` for inputs ``x``; None if their moment is not known."""
         shape = tuple(master_weight(layer).shape)
         if operator.channels_last:
-            parts = _parts(shape[1], 1)
-            return cls(shape, None, parts, parts > 1)
+            positions = x.numel() // x.shape[-1]
+            parts = _parts(shape[1], 1, positions)
+            return cls(shape, None, parts, parts > 1, positions)
         if operator.transposed or len(shape) > 4 or layer.padding_mode != "zeros":
             return None
         geometry = Geometry.of(layer)
+        positions = len(x) * math.prod(geometry.output(x.shape[2] if x.ndim == 4 else 1, x.shape[-1]))
         parts = 1
         if geometry.groups == 1:
-            parts = _parts(shape[1], math.prod(shape[2:]))
+            parts = _parts(shape[1], math.prod(shape[2:]), positions)
             geometry = dataclasses.replace(geometry, groups=parts)
-        return cls(shape, geometry, geometry.groups, parts > 1)
+        return cls(shape, geometry, geometry.groups, parts > 1, positions)
 
     @property
     def width(self) -> int:
@@ -199,27 +214,41 @@ class _Rows:
             return values.reshape(1, 1, 1)
         return values.reshape(1, -1, 1) if self.parts else values.reshape(self.groups, -1, 1)
 
-    def moment(self, x: Tensor) -> tuple[Tensor, int]:
-        """Return the second moment [G, d, d] of the inputs of a row, float64, and the number of positions."""
+    def pieces(self) -> Iterator[slice]:
+        """Yield groups whose moments fit the memory together."""
+        size = max(1, _MOMENT_ELEMENTS // self.width**2)
+        for start in range(0, self.groups, size):
+            yield slice(start, min(start + size, self.groups))
+
+    def moment(self, x: Tensor, part: slice) -> Tensor:
+        """Return the second moments [G, d, d] of the inputs of some groups, float64."""
+        groups = part.stop - part.start
         if self.geometry is None:
-            rows = x.reshape(-1, self.groups, self.width).double().transpose(0, 1)
-            return rows.mT @ rows, rows.shape[1]
+            rows = x.reshape(-1, self.groups, self.width)[:, part].double().transpose(0, 1)
+            return rows.mT @ rows
         x = x if x.ndim == 4 else x[:, :, None]
-        height, width = self.geometry.output(x.shape[2], x.shape[3])
+        channels = x.shape[1] // self.groups
+        x = x[:, part.start * channels : part.stop * channels]
+        geometry = dataclasses.replace(self.geometry, groups=groups)
+        height, width = geometry.output(x.shape[2], x.shape[3])
         wanted = max(_LEAST_SAMPLES, math.ceil(_USED_POSITIONS * self.width / (height * width)))
         if wanted < len(x):
             x = x[torch.linspace(0, len(x) - 1, wanted).long()]
-        patch = height * width * x.shape[1] * math.prod(self.geometry.kernel)
-        moment = torch.zeros(self.groups, self.width, self.width, dtype=torch.float64)
+        patch = height * width * x.shape[1] * math.prod(geometry.kernel)
+        moment = torch.zeros(groups, self.width, self.width, dtype=torch.float64)
         for piece in x.split(max(1, _PATCH_ELEMENTS // patch)):
-            moment += input_moment(piece, self.geometry, bias=False, method="unfold")
-        return moment, len(x) * height * width
+            moment += input_moment(piece, geometry, bias=False, method="unfold")
+        return moment
 
 
-def _parts(channels: int, taps: int) -> int:
-    """Return the least number of equal parts of ``channels`` that have at most `LARGEST_MOMENT` weights."""
+def _parts(channels: int, taps: int, positions: int) -> int:
+    """Return the least number of equal parts of ``channels`` whose rows are no longer than a moment serves.
+
+    These are `LARGEST_MOMENT` weights, fewer where few positions say little about long rows.
+    """
+    most = min(LARGEST_MOMENT, max(_SHORTEST_ROW, _KNOWN_PER_POSITION * positions))
     return next(
         parts
         for parts in range(1, channels + 1)
-        if channels % parts == 0 and (channels // parts * taps <= LARGEST_MOMENT or parts == channels)
+        if channels % parts == 0 and (channels // parts * taps <= most or parts == channels)
     )

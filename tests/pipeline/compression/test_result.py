@@ -43,10 +43,12 @@ def test_before_it_is_saved_a_result_shows_what_is_known(compressed: CompressedM
     assert [layer["quantized"] for layer in report["layers"]] == [True, True]
     assert report["memory"]["planned_peak_bytes"] is not None
     assert report["size"]["ratio"] is None
-    assert report["accuracy"]["quantized"] is None
+    assert report["accuracy"]["quantized"] is not None
+    assert report["accuracy"]["onnxruntime"] is None
     assert re.fullmatch(
         r"CompressedModel\(Sequential, 2-bit weights, 8-bit activations, 2 of 2 layers quantised, "
-        r"SQNR \d+\.\d dB against float\)",
+        r"top1 \d+\.\d\d % \(float \d+\.\d\d %; held out of fine-tuning; the network may have been "
+        r"trained on them\)\)",
         repr(compressed),
     )
     shown = page(compressed._repr_html_())

@@ -65,6 +65,7 @@ def layers(prepared: Prepared) -> dict[str, nn.Module]:
 @pytest.mark.parametrize("largest", [8, 2048])
 def test_moments_are_those_of_the_inputs_of_every_row(largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_rounding, "LARGEST_MOMENT", largest)
+    monkeypatch.setattr(weight_rounding, "_MOMENT_ELEMENTS", 2 * 9 * 9)
     torch.manual_seed(0)
     network = Network()
     inputs = {
@@ -75,9 +76,9 @@ def test_moments_are_those_of_the_inputs_of_every_row(largest: int, monkeypatch:
         layer: Any = network.get_submodule(name)
         operator = weighted_operator(layer)
         assert operator is not None
-        rows = weight_rounding._Rows.of(layer, operator)
+        rows = weight_rounding._Rows.of(layer, operator, x)
         assert rows is not None
-        moment, positions = rows.moment(x)
+        moment = torch.cat([rows.moment(x, part) for part in rows.pieces()])
         packed = rows.pack(layer.weight.detach())
         torch.testing.assert_close(rows.unpack(packed), layer.weight.detach())
         # The power of the output of each row is wᵀHw, if rows are not in parts.
@@ -87,7 +88,7 @@ def test_moments_are_those_of_the_inputs_of_every_row(largest: int, monkeypatch:
             else layer(x) - (layer.bias if name == "fc" else layer.bias.reshape(-1, 1, 1))
         )
         outputs = y.reshape(-1, y.shape[-1]).T if name == "fc" else y.transpose(0, 1).flatten(1)
-        assert positions == outputs.shape[1]
+        assert rows.positions == outputs.shape[1]
         if rows.parts:
             assert rows.width <= max(largest, 9)
             continue

@@ -137,7 +137,11 @@ def trained() -> dict[str, nn.Module]:
 
 def compressed(model: nn.Module, kind: Kind, *, labelled: bool = True, **options: Any) -> CompressedModel:
     data = kind.x if kind.y is None or not labelled else (kind.x, kind.y)
-    config = QuantConfig(**{"wbits": 4, "epochs": 2, "batch_size": 32, "task": kind.asked, **options})
+    # Without epochs the samples of the validation would serve the calibration, too.
+    samples = int(0.7 * len(kind.x))
+    config = QuantConfig(
+        **{"wbits": 4, "epochs": 2, "batch_size": 32, "samples": samples, "task": kind.asked, **options}
+    )
     return compress(model, data, config)
 
 
