@@ -23,6 +23,7 @@ class Embedding(Task):
     name: ClassVar[str] = "embedding"
     description: ClassVar[str] = "vectors [N, D], by their cosine with the targets or the float network's"
     targets: ClassVar[str] = "vectors, or no targets"
+    lacking: ClassVar[str] = "vectors to train on: give y [N, D]"
     metric: ClassVar[str] = "cosine"
     title: ClassVar[str] = "cosine"
     directions: ClassVar[Mapping[str, Direction]] = {"cosine": HIGHER}
@@ -47,15 +48,6 @@ class Embedding(Task):
     def from_data(cls, data: DataSplits, model: Model | None = None) -> Self:  # noqa: ARG003
         """Return the task."""
         return cls()
-
-    def check(self, data: DataSplits) -> None:
-        """Check that there are vectors to train on.
-
-        Raises:
-            UsageError: there are none.
-        """
-        if data.train is None or not data.labelled:
-            raise UsageError(f"{data.spec} has no vectors to train on: give y [N, D]")
 
     def check_outputs(self, outputs: Any, data: DataSplits, *, measured: bool = True) -> None:  # noqa: ARG002
         """Check that the network returns one tensor.

@@ -37,6 +37,7 @@ class Multilabel(SummedTask):
     name: ClassVar[str] = "multilabel"
     description: ClassVar[str] = "yes or no for each of several labels, from [N, labels]"
     targets: ClassVar[str] = "0/1 targets"
+    lacking: ClassVar[str] = "targets to train on: give y [N, labels] of 0 and 1"
     metric: ClassVar[str] = "map"
     title: ClassVar[str] = "mAP"
     directions: ClassVar[Mapping[str, Direction]] = {"map": HIGHER, "f1": HIGHER}
@@ -89,15 +90,6 @@ class Multilabel(SummedTask):
             raise UsageError(f"the network returns {len(tensors)} outputs: 0/1 targets need one [N, labels]")
         shape = tuple(tensors[0].shape[1:]) or (1,)
         return cls(shape if form is None else form.forms[0].shape, are_logits(tensors[0]))
-
-    def check(self, data: DataSplits) -> None:
-        """Check that there are targets to train on.
-
-        Raises:
-            UsageError: there are none.
-        """
-        if data.train is None or not data.labelled:
-            raise UsageError(f"{data.spec} has no targets to train on: give y [N, labels] of 0 and 1")
 
     def check_outputs(self, outputs: Any, data: DataSplits, *, measured: bool = True) -> None:  # noqa: ARG002
         """Check that there is an output for each label.

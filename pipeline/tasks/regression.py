@@ -40,6 +40,7 @@ class Regression(SummedTask):
     name: ClassVar[str] = "regression"
     description: ClassVar[str] = "numbers [N], [N, D] or images [N, C, H, W], by their squared error"
     targets: ClassVar[str] = "numbers as targets"
+    lacking: ClassVar[str] = "targets to train on: give numbers as y"
     metric: ClassVar[str] = "r2"
     title: ClassVar[str] = "R²"
     directions: ClassVar[Mapping[str, Direction]] = {"r2": HIGHER, "rmse": LOWER, "psnr": HIGHER}
@@ -108,15 +109,6 @@ class Regression(SummedTask):
         theirs = (1.0,) if output is None else _variances(output.reshape(len(output), *shape))
         ours = theirs if targets is None else _variances(targets)
         return cls(shape, ours, theirs, _span(*ends))
-
-    def check(self, data: DataSplits) -> None:
-        """Check that there are targets to train on.
-
-        Raises:
-            UsageError: there are none.
-        """
-        if data.train is None or not data.labelled:
-            raise UsageError(f"{data.spec} has no targets to train on: give numbers as y")
 
     def check_outputs(self, outputs: Any, data: DataSplits, *, measured: bool = True) -> None:  # noqa: ARG002
         """Check that there is a number for each of the targets'.

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ul2q.pipeline.data import Dataset, DataSplits
+from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.tasks.inference import Model
 
 Direction = Literal["higher", "lower"]
@@ -30,6 +31,7 @@ class Task(ABC):
         name: name in the registry and in ``ul2q.models.Architecture.task``.
         description: one line for help texts and documentation.
         targets: the targets that the data must have, as errors name them.
+        lacking: what data without targets lack for training, and what to give.
         metric: the metric that choices are made by; higher is better.
         title: name of `metric` in progress lines.
         directions: names of all metrics, `metric` first, and which values of each are better.
@@ -41,6 +43,7 @@ class Task(ABC):
     name: ClassVar[str]
     description: ClassVar[str]
     targets: ClassVar[str]
+    lacking: ClassVar[str] = "targets to train on"
     metric: ClassVar[str]
     title: ClassVar[str]
     directions: ClassVar[Mapping[str, Direction]]
@@ -83,13 +86,14 @@ class Task(ABC):
             UsageError: the outputs of ``model`` do not fit the task.
         """
 
-    @abstractmethod
     def check(self, data: DataSplits) -> None:
-        """Check that ``data`` can be trained on.
+        """Check that ``data`` can be trained on: by default, that there are targets.
 
         Raises:
             UsageError: they cannot.
         """
+        if data.train is None or not data.labelled:
+            raise UsageError(f"{data.spec} has no {self.lacking}")
 
     @abstractmethod
     def check_outputs(self, outputs: Any, data: DataSplits, *, measured: bool = True) -> None:

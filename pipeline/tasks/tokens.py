@@ -33,6 +33,7 @@ class Tokens(SummedTask):
     name: ClassVar[str] = "tokens"
     description: ClassVar[str] = "one class per position, from logits [N, T, classes] or [N, classes, T]"
     targets: ClassVar[str] = "labels of positions"
+    lacking: ClassVar[str] = "labels of positions to train on: give y [N, T]"
     metric: ClassVar[str] = "token_accuracy"
     title: ClassVar[str] = "token accuracy"
     directions: ClassVar[Mapping[str, Direction]] = {"token_accuracy": HIGHER, "perplexity": LOWER}
@@ -97,15 +98,6 @@ class Tokens(SummedTask):
                 f"{list(form.forms[0].shape)} up to {form.forms[0].high:g}: no axis has a score for each"
             )
         return cls(tensors[0].shape[axis], axis == -1)
-
-    def check(self, data: DataSplits) -> None:
-        """Check that there are labels to train on.
-
-        Raises:
-            UsageError: there are none.
-        """
-        if data.train is None or not data.labelled:
-            raise UsageError(f"{data.spec} has no labels of positions to train on: give y [N, T]")
 
     def check_outputs(self, outputs: Any, data: DataSplits, *, measured: bool = True) -> None:
         """Accept the outputs, which `from_data` has seen."""
