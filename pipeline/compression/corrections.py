@@ -137,19 +137,11 @@ def correct_biases(
     module = prepared.module
     ends = _ends(prepared)
     means: dict[str, Tensor] = {}
-    handles = [
-        reference.get_submodule(end).register_forward_hook(_Recorder(means, end, last_axis=last_axis))
-        for end, (_, last_axis) in ends.items()
-    ]
     reference.eval()
-    _run(reference, inputs, handles)
+    _run(reference, inputs, _record_means(reference, ends, means))
     before = output_error(module, reference, judged_on)
     old = {end: _state(module.get_submodule(end)) for end in ends}
-    handles = [
-        module.get_submodule(end).register_forward_hook(_Corrector(means[end], last_axis=last_axis))
-        for end, (_, last_axis) in ends.items()
-    ]
-    _run(module, inputs, handles)
+    _run(module, inputs, _correct_means(module, ends, means))
     if output_error(module, reference, judged_on) < before:
         return True
     for end, state in old.items():
@@ -178,10 +170,7 @@ def following_reference(
     means: dict[str, Tensor] = {}
     variances: dict[str, Tensor] = {}
     ends, norms = _ends(prepared), _norms(module)
-    handles = [
-        reference.get_submodule(end).register_forward_hook(_Recorder(means, end, last_axis=last_axis))
-        for end, (_, last_axis) in ends.items()
-    ]
+    handles = _record_means(reference, ends, means)
     handles += [
         reference.get_submodule(name).register_forward_pre_hook(_VarianceRecorder(variances, name))
         for name in norms
@@ -193,10 +182,7 @@ def following_reference(
     handles = [
         norm.register_forward_pre_hook(_VarianceShift(variances[name])) for name, norm in norms.items()
     ]
-    handles += [
-        module.get_submodule(end).register_forward_hook(_Corrector(means[end], last_axis=last_axis))
-        for end, (_, last_axis) in ends.items()
-    ]
+    handles += _correct_means(module, ends, means)
     try:
         yield handles
     finally:
@@ -283,7 +269,11 @@ def _shift_statistics(norms: dict[str, Any], reference: nn.Module, batches: Batc
 # Biases
 
 
-def _ends(prepared: Prepared) -> dict[str, tuple[str, bool]]:
+#: by the name of an end: the layer, and whether its channels are the last axis
+_Ends = dict[str, tuple[str, bool]]
+
+
+def _ends(prepared: Prepared) -> _Ends:
     """Return where each quantised layer ends, itself or the batch norm behind it.
 
     Returns:
@@ -305,6 +295,30 @@ def _ends(prepared: Prepared) -> dict[str, tuple[str, bool]]:
             last = norm is None and isinstance(modules[name], nn.Linear)
             ends[end] = (name, last)
     return ends
+
+
+def _record_means(reference: nn.Module, ends: _Ends, means: dict[str, Tensor]) -> list[Any]:
+    """Add hooks to ``reference`` that write the means of every end to ``means``.
+
+    Returns:
+        The handles of the hooks.
+    """
+    return [
+        reference.get_submodule(end).register_forward_hook(_Recorder(means, end, last_axis=last_axis))
+        for end, (_, last_axis) in ends.items()
+    ]
+
+
+def _correct_means(module: nn.Module, ends: _Ends, means: dict[str, Tensor]) -> list[Any]:
+    """Add hooks to ``module`` that correct every end towards ``means``.
+
+    Returns:
+        The handles of the hooks.
+    """
+    return [
+        module.get_submodule(end).register_forward_hook(_Corrector(means[end], last_axis=last_axis))
+        for end, (_, last_axis) in ends.items()
+    ]
 
 
 def _run(module: nn.Module, inputs: Sequence[Tensor], handles: Sequence[Any]) -> None:

@@ -119,26 +119,29 @@ def _round(layer: nn.Module, arguments: tuple[Any, ...]) -> None:
     alpha = torch.where(varying, alpha, 1)
     w, steps, offsets = rows.pack(weight), rows.along(alpha), rows.along(beta)
     own = torch.from_numpy(codes)
-    fixed = ~_to_channels(varying, weight.ndim)
+    fixed = (~_to_channels(varying, weight.ndim)).expand_as(weight)
     if quantizer.step is not None and quantizer.step.zero:
         fixed = fixed | (weight == 0)  # pruned weights stay 0
     enough = rows.positions >= _ENOUGH_POSITIONS * rows.width
     dampings = (DAMPING,) if enough else (DAMPING, *_STRONGER_DAMPING)
     choices = {damping: torch.zeros_like(w) for damping in dampings}
     errors = dict.fromkeys((0.0, *dampings), 0.0)
+    pinned = rows.pack(fixed)
+    stored = rows.pack(weight - torch.from_numpy(dequantize(codes, grid))).double()
     for part in rows.pieces():
+        moment, judge = rows.moment(x[:kept], part), rows.moment(x[kept:], part)
+        step_of, offset_of = (_piece(values, part).double() for values in (steps, offsets))
 
         def error(q: Tensor) -> float:
-            e = (rows.pack(weight - torch.from_numpy(dequantize(q.numpy(), grid)))[part]).double()  # noqa: B023
-            return float(((e @ judge) * e).sum())  # noqa: B023
+            rest = w[part].double() - (step_of * (q + 0.5) + offset_of)  # noqa: B023
+            rest = torch.where(pinned[part], stored[part], rest)  # noqa: B023
+            return float(((rest @ judge) * rest).sum())  # noqa: B023
 
-        moment, judge = rows.moment(x[:kept], part), rows.moment(x[kept:], part)
-        errors[0.0] += error(own)
+        errors[0.0] += error(rows.pack(own)[part].double())
         for damping, chosen in choices.items():
-            chosen[part] = round_second_order(
-                w[part], moment, _piece(steps, part), _piece(offsets, part), quantizer.k, damping, SWEEPS
-            ).to(w.dtype)
-            errors[damping] += error(torch.where(fixed, own, rows.unpack(chosen).to(torch.int8)))
+            q = round_second_order(w[part], moment, step_of, offset_of, quantizer.k, damping, SWEEPS)
+            chosen[part] = q.to(w.dtype)
+            errors[damping] += error(q)
     best = min(errors, key=lambda damping: errors[damping])
     if best == 0 or not (0 < errors[0.0] < math.inf):
         return
