@@ -21,7 +21,7 @@ from ul2q.pipeline.quantize.grid import dequantize
 from ul2q.pipeline.report import weight_distribution as report_weights
 from ul2q.runtimes import onnxruntime as runtime
 
-_BENCH_RUNS = 100
+_BENCH_RUNS, _BENCH_SECONDS = 100, 3.0
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,9 @@ def memory(files: Files) -> dict[str, Any]:
 
 def latency(files: Files, threads: int = 1) -> dict[str, Any]:
     """Return the latency of both files, measured alternately in a separate process."""
-    result = runtime.bench_apart(files.quantized, files.float, threads=threads, runs=_BENCH_RUNS)
+    result = runtime.bench_apart(
+        files.quantized, files.float, threads=threads, runs=_BENCH_RUNS, enough_seconds=_BENCH_SECONDS
+    )
     return {
         "float": result["against_median_ms"],
         "quantized": result["median_ms"],
