@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -31,6 +32,9 @@ OPSETS = {
     24: (12, "1.24"), 25: (13, "1.24"),
 }  # fmt: skip
 """ONNX opsets that files can be written in: the IR version and the oldest ONNX Runtime of each."""
+
+_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_SIZE = re.compile(rf"(\d+(?:\.\d+)?)\s*({'|'.join(_UNITS)}|%)?")
 
 
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
@@ -105,6 +109,10 @@ class QuantConfig(_Config):
         target: how 8-bit weights become right on every CPU: ``exact`` stores weights beyond ±64 unsigned,
             which runs slower; ``portable`` keeps them within ±64, at full speed and the precision of 7 bits.
         seed: seed of all random numbers.
+        budget: what the file may take, such as "300KB", "1.5 MB", or "10%" of the float file: then widths are
+            chosen for each layer by the curvature of the loss, up to those above.
+        max_drop: points that the score may drop by on validation samples before fine-tuning; the smallest
+            such widths are chosen.
     """
 
     wbits: int
@@ -127,6 +135,8 @@ class QuantConfig(_Config):
     target: str = "exact"
     seed: int = 0
     layer_wbits: tuple[tuple[str, int], ...] = ()
+    budget: str | None = None
+    max_drop: float | None = None
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -156,6 +166,36 @@ class QuantConfig(_Config):
         _positive("lr", self.lr)
         _positive("batch_size", self.batch_size)
         _positive("samples", self.samples, zero=True)
+        _positive("max_drop", self.max_drop, zero=True)
+        if self.budget is not None and self.max_drop is not None:
+            raise UsageError("`budget` and `max_drop` both choose the widths: give one of them")
+        if self.chooses_widths and self.quantizer != DEFAULT_QUANTIZER:
+            raise UsageError(f"`quantizer` is {self.quantizer!r}: only {DEFAULT_QUANTIZER} chooses widths")
+        self.size_limit(1)
+
+    @property
+    def chooses_widths(self) -> bool:
+        """Whether the width of every layer is chosen for a limit."""
+        return self.budget is not None or self.max_drop is not None
+
+    def size_limit(self, float_bytes: int) -> int | None:
+        """Return the most bytes of the file by `budget`, None without one.
+
+        Args:
+            float_bytes: bytes of the float file.
+
+        Raises:
+            UsageError: `budget` is no size.
+        """
+        if self.budget is None:
+            return None
+        match = _SIZE.fullmatch(self.budget.strip().lower())
+        if match is None or not float(match[1]):
+            raise UsageError(
+                f"`budget` is {self.budget!r}: give a size such as 300KB, 1.5MB or 10% of the float file"
+            )
+        unit = float_bytes / 100 if match[2] == "%" else _UNITS[match[2] or "b"]
+        return int(float(match[1]) * unit)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:

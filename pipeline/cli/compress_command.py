@@ -57,6 +57,22 @@ def compress(
             help="Bits of a weight, 1 to 8; or by layer name: 'conv1=8,head*=4,*=2', the first match counts.",
         ),
     ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Choose the width of every layer, up to --wbits, for a file of at most this size: 300KB, or "
+            "10% of the float file.",
+        ),
+    ] = None,
+    max_drop: Annotated[
+        float | None,
+        typer.Option(
+            metavar="POINTS",
+            help="Choose the smallest widths, up to --wbits, that lower the score on validation samples by "
+            "at most so many points before fine-tuning.",
+        ),
+    ] = None,
     abits: Annotated[int | None, typer.Option(help="Bits of an activation: 8, or 32 for float.")] = None,
     arch: Arch = None,
     arch_args: ArchArgs = None,
@@ -153,7 +169,7 @@ def compress(
         "curvature": curvature, "act_fit": act_fit, "quantizer": quantizer, "task": task,
         "optimizer": optimizer, "lr": lr, "batch_size": batch_size, "samples": samples,
         "exclude": exclude or None, "dynamic": dynamic or None, "opset": opset, "storage": storage,
-        "target": target, "seed": seed,
+        "target": target, "seed": seed, "budget": budget, "max_drop": max_drop,
     }  # fmt: skip
     if train is not None or val is not None or test is not None:
         if data is not None:

@@ -259,6 +259,8 @@ def quant_config(path: Path | None, overrides: dict[str, Any]) -> QuantConfig:
     if "granularity" not in values:  # else a file without a step keeps what it meant when it was written
         values.setdefault("step", AUTO)
     values |= overrides
+    if values.get("budget") is not None or values.get("max_drop") is not None:
+        values.setdefault("wbits", 8)
     if "wbits" not in values:
         raise UsageError("--wbits is missing: give 1 to 8")
     return QuantConfig.from_dict(values)
