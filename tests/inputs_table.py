@@ -55,6 +55,7 @@ KINDS: dict[str, dict[str, str]] = {
         "torchscript": "TorchScript",
         "pt2": "A `.pt2` file of torch.export",
         "onnx-input": "A float ONNX file as the model",
+        "channels-last-onnx": "ONNX files of channels-last models, with transposes around every operator",
     },
     "Graphs: activations and wiring": {
         "inplace-relu": "In-place ReLU",
@@ -162,6 +163,7 @@ KINDS: dict[str, dict[str, str]] = {
         "unreadable-image": "An unreadable image among good ones",
         "generator": "A generator of unknown length",
         "validation-without-test": "Samples for validation, and none for test",
+        "swapped-layout": "Channels-first samples for a channels-last model",
         "undivided-source": "Data without a test part, which the network may have been trained on",
         "unstated-statistics": "Images for a network whose mean and standard deviation nothing states",
         "many-samples": "50,000 samples in constant memory",

@@ -7,7 +7,7 @@ network has a single input or the shape of its first input is known.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,8 @@ from ul2q.pipeline.data.targets import TargetColumns, are_labels, are_masks
 from ul2q.pipeline.errors import UsageError, quantity
 
 _AS_STORED = Preprocess(scale=1.0)
+#: numbers of channels that images have: they tell the layout
+_CHANNELS = frozenset({1, 3, 4})
 
 
 @dataclass(frozen=True)
@@ -238,7 +240,9 @@ def make_column(raw: RawInput, preprocess: Preprocess, shape: tuple[int, ...] | 
 
 
 def _image_column(files: Files, preprocess: Preprocess, shape: tuple[int, ...] | None) -> ImageColumn:
-    channels = shape[0] if shape is not None and len(shape) == 3 else 3 if files.colour else 1
+    colours = 3 if files.colour else 1
+    _check_layout((colours, *files.size), shape, files.where)
+    channels = shape[0] if shape is not None and len(shape) == 3 else colours
     preprocess = preprocess.resolve(np.dtype(np.uint8), 0, 255, files.where)
     preprocess.check_channels(channels, files.where)
     if channels not in {1, 3}:
@@ -262,6 +266,7 @@ def _array_column(arrays: Arrays, preprocess: Preprocess, shape: tuple[int, ...]
     channel_added = raw.ndim == 3 and (shape is None or len(shape) == 3)
     if channel_added:
         raw = raw[:, None]
+    _check_layout(raw.shape[1:], shape, where)
     last = channels_last(raw.shape[1:], shape)
     raw_shape = (raw.shape[3], *raw.shape[1:3]) if last else raw.shape[1:]
     some = np.asarray(raw[:: max(1, len(raw) // 256)])
@@ -296,7 +301,24 @@ def channels_last(sample: tuple[int, ...], shape: tuple[int, ...] | None) -> boo
         if tuple(sample) == tuple(shape) or moved == tuple(shape):
             return tuple(sample) != tuple(shape)
         return sample[0] != shape[0] and sample[2] == shape[0]
-    return sample[2] in {1, 3, 4} and sample[0] not in {1, 3, 4}
+    return sample[2] in _CHANNELS and sample[0] not in _CHANNELS
+
+
+def _check_layout(sample: Sequence[int], shape: tuple[int, ...] | None, where: str) -> None:
+    """Check that a model which takes channels last does not get samples with channels first.
+
+    Raises:
+        UsageError: it does.
+    """
+    if shape is None or len(shape) != 3 or len(sample) != 3 or tuple(sample) == tuple(shape):
+        return
+    takes_last = shape[2] in _CHANNELS and shape[0] not in _CHANNELS
+    if takes_last and sample[0] in _CHANNELS and sample[2] not in _CHANNELS:
+        taken, given = (", ".join(map(str, sizes)) for sizes in (shape, sample))
+        raise UsageError(
+            f"{where}: this model takes NHWC [N, {taken}]; the samples are NCHW [N, {given}]: give arrays "
+            "(.npy, .npz) in the order of the model, x.transpose(0, 2, 3, 1)"
+        )
 
 
 def _check_shape(actual: tuple[int, ...], expected: tuple[int, ...] | None, where: str) -> None:

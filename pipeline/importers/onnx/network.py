@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from ul2q.pipeline.graph.rebuild import assign, attribute
 from ul2q.pipeline.importers.onnx import layer_operators, shape_operators
+from ul2q.pipeline.importers.onnx.layouts import without_cancelling_transposes
 from ul2q.pipeline.importers.onnx.values import Operator, Step, UnsupportedError, plain
+from ul2q.pipeline.importers.onnx.whole_layers import with_whole_layers
 from ul2q.pipeline.naming import unused_name
 
 OPERATORS: dict[str, Operator] = {
@@ -79,7 +81,10 @@ class OnnxNetwork(nn.Module):
         self.batch, self.is_half, self.opset = batch, half, opset
         steps = self._steps(graph.node, arrays)
         constants = {name: plain(to_tensor(value)) for name, value in arrays.items()}
-        steps = _with_separate_tensors(_with_linear_layers(steps, constants, self.output_names), constants)
+        ranks = {v.name: len(v.type.tensor_type.shape.dim) for v in graph.input if v.name not in arrays}
+        steps = without_cancelling_transposes(steps, constants, self.output_names, ranks)
+        steps = with_whole_layers(steps, constants, self.output_names)
+        steps = _with_separate_tensors(steps, constants)
         self.settings = _settings(steps, constants, self.output_names)
         self.places = self._register(steps, constants)
         self.steps = tuple(steps)
@@ -269,30 +274,6 @@ def _execute(step: Step, values: dict[str, Any]) -> None:
     values.update({name: value for name, value in zip(step.outputs, results, strict=False) if name})
 
 
-def _with_linear_layers(steps: list[Step], constants: dict[str, Any], outputs: Sequence[str]) -> list[Step]:
-    """Return ``steps`` with products with a constant matrix, and the bias that follows, fused into Linear."""
-    readers: dict[str, list[Step]] = {}
-    for step in steps:
-        for name in step.inputs:
-            readers.setdefault(name, []).append(step)
-    result: list[Step] = []
-    fused: set[int] = set()
-    for step in steps:
-        if id(step) in fused:
-            continue
-        linear = _as_linear(step, constants)
-        if linear is not None and len(linear.inputs) == 2 and linear.outputs[0] not in outputs:
-            following = readers.get(linear.outputs[0], [])
-            bias = _following_bias(linear, following, constants)
-            if bias is not None:
-                fused.add(id(following[0]))
-                linear = replace(
-                    linear, inputs=(*linear.inputs, bias), outputs=following[0].outputs, attributes={}
-                )
-        result.append(linear or step)
-    return result
-
-
 def _with_separate_tensors(steps: list[Step], constants: dict[str, Any]) -> list[Step]:
     """Return ``steps`` with separate tensors for each layer, except for shared weights.
 
@@ -312,41 +293,6 @@ def _with_separate_tensors(steps: list[Step], constants: dict[str, Any]) -> list
                 constants[names[i]] = constants[name]
         result.append(replace(step, inputs=tuple(names)))
     return result
-
-
-def _as_linear(step: Step, constants: dict[str, Any]) -> Step | None:
-    """Return a Gemm or MatMul with a constant matrix as x·Wᵀ + b, or None."""
-    weight = constants.get(step.inputs[1]) if step.op in {"Gemm", "MatMul"} else None
-    if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
-        return None
-    if step.op == "Gemm" and step.get("transA", 0):
-        return None
-    transposed = step.op == "Gemm" and bool(step.get("transB", 0))
-    scale = float(step.get("alpha", 1.0)) if step.op == "Gemm" else 1.0
-    name = step.inputs[1]
-    if not transposed or scale != 1:
-        name = f"{name}.linear" if scale == 1 else f"{name}.linear.{scale}"
-        constants[name] = (weight if transposed else weight.T) * scale
-    inputs = [step.inputs[0], name]
-    if len(step.inputs) > 2 and step.inputs[2]:
-        bias = constants.get(step.inputs[2])
-        if not isinstance(bias, Tensor) or bias.numel() not in {1, constants[name].shape[0]}:
-            return None
-        constants[f"{step.inputs[2]}.bias"] = bias.reshape(-1).expand(constants[name].shape[0]) * float(
-            step.get("beta", 1.0)
-        )
-        inputs.append(f"{step.inputs[2]}.bias")
-    source = {"source": step.inputs[1]}
-    return replace(step, op="Linear", inputs=tuple(inputs), attributes=source, batch=None)
-
-
-def _following_bias(linear: Step, following: Sequence[Step], constants: Mapping[str, Any]) -> str | None:
-    if len(following) != 1 or following[0].op != "Add":
-        return None
-    others = [n for n in following[0].inputs if n != linear.outputs[0]]
-    bias = constants.get(others[0]) if len(others) == 1 else None
-    width = constants[linear.inputs[1]].shape[0]
-    return others[0] if isinstance(bias, Tensor) and bias.shape == (width,) else None
 
 
 def _layer_name(step: Step, inputs: Sequence[str], taken: set[str]) -> str:
