@@ -55,6 +55,7 @@ KINDS: dict[str, dict[str, str]] = {
         "torchscript": "TorchScript",
         "pt2": "A `.pt2` file of torch.export",
         "onnx-input": "A float ONNX file as the model",
+        "unknown-onnx-operator": "An ONNX operator that is not read",
         "channels-last-onnx": "ONNX files of channels-last models, with transposes around every operator",
     },
     "Graphs: activations and wiring": {

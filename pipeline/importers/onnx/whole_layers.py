@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ul2q.pipeline.importers.onnx import recurrent
 from ul2q.pipeline.importers.onnx.values import Step
 
 _LAYERS = ("Linear", "Conv", "ConvTranspose")
@@ -37,6 +38,9 @@ def with_whole_layers(steps: list[Step], constants: dict[str, Any], outputs: Seq
     fused: set[int] = set()
     for step in steps:
         if id(step) in fused:
+            continue
+        if step.op in recurrent.OPERATORS:
+            result.append(recurrent.as_recurrent(step, constants))
             continue
         layer = _as_linear(step, constants) or step
         shared = len(step.inputs) > 1 and uses[step.inputs[1]] > 1
