@@ -117,6 +117,8 @@ KINDS: dict[str, dict[str, str]] = {
         "attention": "Attention, `nn.MultiheadAttention` too",
         "embedding": "Embedding",
         "lstm-gru": "LSTM and GRU",
+        "keras-sequences": "Keras models of tokens and sequences: Embedding, LSTM, GRU, Bidirectional",
+        "keras-shared-layers": "Keras layers that are called twice, and embeddings used again",
     },
     "Graphs: inputs, outputs, shapes": {
         "two-inputs": "Two inputs",
