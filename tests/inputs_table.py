@@ -166,6 +166,7 @@ KINDS: dict[str, dict[str, str]] = {
         "unreadable-image": "An unreadable image among good ones",
         "generator": "A generator of unknown length",
         "validation-without-test": "Samples for validation, and none for test",
+        "parts-at-places": "Training, validation and test samples at places of their own",
         "swapped-layout": "Channels-first samples for a channels-last model",
         "undivided-source": "Data without a test part, which the network may have been trained on",
         "unstated-statistics": "Images for a network whose mean and standard deviation nothing states",

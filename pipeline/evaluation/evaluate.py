@@ -114,7 +114,8 @@ def evaluate_file(
         raise UsageError(f"{spec} has no targets for the task {kind.name}: leave out `task`")
     kind.check_outputs(outputs, data_splits)
     if progress is not None:
-        progress.line(f"preprocessing: {data_splits.preprocess.describe()}")
+        used = data_splits.preprocess.describe_with_origin(fit["preprocess"] is not None, changes)
+        progress.line(f"preprocessing: {used}")
         if fit["preprocess"] is None and data_splits.preprocess.lacks_statistics:
             progress.line(f"warning: {UNSTATED}")
         progress.line(f"task: {describe(kind, data_splits, outputs)}")
@@ -305,7 +306,7 @@ def _read_inputs(
         for path in paths:  # refuse files that are no images first
             image_header(path)
         column = ImageColumn(paths, preprocess.resolve(np.dtype(np.uint8), 0, 255, str(inputs)), shape)
-    said = [f"preprocessing: {column.preprocess.describe()}"]
+    said = [f"preprocessing: {column.preprocess.describe_with_origin(bool(recorded), changes)}"]
     if not recorded and column.preprocess.lacks_statistics:
         said.append(f"warning: {UNSTATED}")
     values = column.fetch(np.arange(len(column))).numpy()
