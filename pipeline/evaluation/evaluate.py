@@ -288,7 +288,7 @@ def _read_inputs(
     from ul2q.pipeline.data.image_files import SUFFIXES, image_header
     from ul2q.pipeline.data.input_columns import Column, ImageColumn
     from ul2q.pipeline.data.preprocess import UNSTATED
-    from ul2q.pipeline.data.raw_datasets import make_column
+    from ul2q.pipeline.data.raw_datasets import make_column, takes_channels_last
     from ul2q.pipeline.data.raw_parts import Arrays
 
     recorded = recorded_preprocess(model)
@@ -305,7 +305,8 @@ def _read_inputs(
             raise UsageError(f"{model} takes {shape}, which no image fits: give a .npy file")
         for path in paths:  # refuse files that are no images first
             image_header(path)
-        column = ImageColumn(paths, preprocess.resolve(np.dtype(np.uint8), 0, 255, str(inputs)), shape)
+        resolved = preprocess.resolve(np.dtype(np.uint8), 0, 255, str(inputs))
+        column = ImageColumn(paths, resolved, shape, takes_channels_last(shape))
     said = [f"preprocessing: {column.preprocess.describe_with_origin(bool(recorded), changes)}"]
     if not recorded and column.preprocess.lacks_statistics:
         said.append(f"warning: {UNSTATED}")

@@ -11,11 +11,15 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from PIL import Image
 
 from ul2q.pipeline.compression.compress import compress_file
 from ul2q.pipeline.config import QuantConfig
+from ul2q.pipeline.data import load_data
 from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.evaluation.evaluate import run_file
 from ul2q.pipeline.importers.onnx.float_model import compare, load_onnx
+from ul2q.runtimes import onnxruntime as runtime
 
 pytestmark = pytest.mark.usefixtures("measured_in_process")
 
@@ -193,3 +197,31 @@ def test_channels_first_samples_of_a_channels_last_model_are_named(shape: Any, t
     with pytest.raises(UsageError, match=message) as refused:
         compress_file(path, QuantConfig(wbits=8), data=str(tmp_path / "x.npy"))
     assert len(str(refused.value)) <= 300 + len(str(tmp_path))
+
+
+@pytest.mark.case("channels-last-onnx", outcome="works")
+def test_images_and_bytes_are_given_to_a_channels_last_model_in_its_order(tmp_path: Path) -> None:
+    g = Graph()
+    path = g.write(tmp_path / "m.onnx", g.add("ReduceMean", g.conv("x", 3, 4), axes=[1, 2], keepdims=0))
+    pixels = g.random.integers(0, 256, (12, 8, 8, 3), np.uint8)
+    (tmp_path / "photos").mkdir()
+    for i, image in enumerate(pixels):
+        Image.fromarray(image).save(tmp_path / "photos" / f"{i:02}.png")
+    np.save(tmp_path / "x.npy", pixels)
+    changes = {"mean": (0.1, 0.2, 0.3), "std": (0.5, 0.6, 0.7)}
+    expected = next(iter(runtime.run(runtime.session(path), _normalised(pixels, changes)).values()))
+    for inputs in ("photos", "x.npy"):
+        actual = run_file(path, tmp_path / inputs, changes=changes)
+        np.testing.assert_allclose(actual, expected, atol=1e-5)
+    for source in (tmp_path / "photos", tmp_path / "x.npy"):
+        splits = load_data(str(source), input_shape=(8, 8, 3), changes=changes)
+        assert splits.train is not None
+        (x,), _ = splits.train.fetch(np.arange(len(splits.train)))
+        assert {tuple(a.shape) for a in x} == {(8, 8, 3)}
+        known = _normalised(pixels, changes)
+        assert all(np.abs(known - a.numpy()).max((1, 2, 3)).min() < 1e-5 for a in x)
+
+
+def _normalised(pixels: np.ndarray, changes: dict[str, Any]) -> np.ndarray:
+    mean, std = (np.array(changes[name], np.float32) for name in ("mean", "std"))
+    return ((pixels / np.float32(255) - mean) / std).astype(np.float32)
