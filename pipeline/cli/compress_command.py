@@ -21,8 +21,12 @@ from ul2q.pipeline.cli.options import (
     Resize,
     Std,
     TaskName,
+    Test,
+    Train,
     TrustPickle,
+    Val,
     Weights,
+    data_option,
     json_object,
     model_source,
     numbers,
@@ -79,13 +83,9 @@ def compress(
     weights: Weights = None,
     ignore: Ignore = None,
     data: Data = None,
-    train: Annotated[
-        str | None, typer.Option(metavar="DATA", help="In place of --data: training samples.")
-    ] = None,
-    val: Annotated[
-        str | None, typer.Option(metavar="DATA", help="Beside --train: validation samples.")
-    ] = None,
-    test: Annotated[str | None, typer.Option(metavar="DATA", help="Beside --train: test samples.")] = None,
+    train: Train = None,
+    val: Val = None,
+    test: Test = None,
     task: TaskName = None,
     epochs: Annotated[int | None, typer.Option(help="Epochs of fine-tuning: 5 up to 4 bits, else 0.")] = None,
     step: Annotated[
@@ -162,7 +162,6 @@ def compress(
     """Quantise a trained network, export it, check it in ONNX Runtime, and report what it costs."""
     progress = start(quiet, debug)
     from ul2q.pipeline.compression.compress import compress_file
-    from ul2q.pipeline.data.load import parts_spec
 
     overrides = {
         **widths(wbits), "abits": abits, "epochs": epochs, "step": step, "granularity": granularity,
@@ -171,12 +170,8 @@ def compress(
         "exclude": exclude or None, "dynamic": dynamic or None, "opset": opset, "storage": storage,
         "target": target, "seed": seed, "budget": budget, "max_drop": max_drop,
     }  # fmt: skip
-    if train is not None or val is not None or test is not None:
-        if data is not None:
-            raise UsageError("`train`, `val` and `test` take the place of `data`: give one or the other")
-        data = parts_spec({"train": train, "validation": val, "test": test})
     given = {
-        "data": data,
+        "data": data_option(data, train, val, test),
         "input_shape": numbers(input_shape, "--input-shape", int),
         "preprocess": preprocess_options(mean, std, resize, crop) or None,
         "synthetic": synthetic or None,

@@ -37,6 +37,14 @@ Data = Annotated[
         metavar="DATA",
     ),
 ]
+Train = Annotated[
+    str | None, typer.Option("--train", metavar="DATA", help="In place of --data: training samples.")
+]
+Val = Annotated[str | None, typer.Option(metavar="DATA", help="Beside --train: validation samples.")]
+Test = Annotated[str | None, typer.Option(metavar="DATA", help="Beside --train: test samples.")]
+TestOnly = Annotated[
+    str | None, typer.Option("--test", metavar="DATA", help="In place of --data: all are test samples.")
+]
 Arch = Annotated[
     str | None, typer.Option(help="Network of a bare state dict: a name, or package.module:callable.")
 ]
@@ -151,6 +159,23 @@ def numbers(text: str | None, option: str, kind: Callable[[str], Any]) -> tuple[
         return tuple(kind(part) for part in text.split(","))
     except ValueError as error:
         raise UsageError(f"{option} is {text!r}: give numbers separated by commas") from error
+
+
+def data_option(
+    data: str | None, train: str | None = None, val: str | None = None, test: str | None = None
+) -> str | None:
+    """Return the data that the options name.
+
+    Raises:
+        UsageError: there is both the whole and a part, or no training samples.
+    """
+    if train is None and val is None and test is None:
+        return data
+    from ul2q.pipeline.data.load import parts_spec
+
+    if data is not None:
+        raise UsageError("`train`, `val` and `test` take the place of `data`: give one or the other")
+    return parts_spec({"train": train, "validation": val, "test": test})
 
 
 def preprocess_options(
