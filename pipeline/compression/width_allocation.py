@@ -146,12 +146,18 @@ def candidates(
             ]
             for name, most in ((name, config.width_of(name)) for name in layers)
         }
-    totals = {name: [0.0] * len(widths) for name, widths in rounded.items()}
+    growths: dict[str, list[list[float]]] = {name: [[] for _ in widths] for name, widths in rounded.items()}
     signals = min(_MOST_SIGNALS, max(_LEAST_SIGNALS, _SIGNALS // len(inputs[0])))
     for gradients in _gradients(network, layers, inputs, task, config.seed, signals):
         for name, rows in gradients.items():
-            for i, one in enumerate(rounded[name]):
-                totals[name][i] += one.growth(rows) / signals
+            for one, values in zip(rounded[name], growths[name], strict=True):
+                values.append(one.growth(rows))
+    totals = {
+        name: _smoothed(
+            [math.fsum(values) / signals for values in growths[name]], [one.power for one in widths]
+        )
+        for name, widths in rounded.items()
+    }
     groups: dict[int, list[str]] = {}
     for name in layers:
         groups.setdefault(master_weight(network.get_submodule(name)).data_ptr(), []).append(name)
@@ -168,6 +174,17 @@ def _rounded(layer: nn.Module, inputs: Tensor, name: str, config: QuantConfig) -
     return [_Rounded.of(layer, inputs, k, config) for k in range(1, config.width_of(name) + 1)]
 
 
+def _smoothed(growths: Sequence[float], powers: Sequence[float]) -> list[float]:
+    """Return growths of the loss at all widths in proportion to the power of the layer's error.
+
+    A growth is the mean of few squares, of which some samples dominate; what it is per power hardly depends
+    on the width, so that all widths estimate it.
+    """
+    rates = [growth / power for growth, power in zip(growths, powers, strict=True) if power > 0]
+    rate = float(np.mean(rates)) if rates else 0.0
+    return [rate * power for power in powers]
+
+
 @dataclass(frozen=True)
 class _Rounded:
     """A layer at one width, with the step that is chosen there."""
@@ -179,6 +196,11 @@ class _Rounded:
     def of(cls, layer: nn.Module, inputs: Tensor, k: int, config: QuantConfig) -> _Rounded:
         problem = LayerProblem.of(layer, inputs, k, balanced=False)
         return cls(problem, problem.choose(config))
+
+    @property
+    def power(self) -> float:
+        """Squared error of the layer's output, relative to its variance."""
+        return self.step.error or 0.0
 
     @torch.no_grad()
     def growth(self, gradients: Tensor) -> float:

@@ -56,6 +56,7 @@ def hessian_of_outputs(outputs: Tensor, task: Task) -> Tensor:
 def test_the_prediction_is_the_second_order_term(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(width_allocation, "_LEAST_SIGNALS", 150)
     monkeypatch.setattr(width_allocation, "_MOST_SIGNALS", 150)
+    monkeypatch.setattr(width_allocation, "_smoothed", lambda growths, _: growths)
     net, x = network(), torch.from_numpy(X[:12])
     config = QuantConfig(wbits=3, step="mse", granularity="tensor")
     found = candidates(net, ["a", "b", "c"], config, [x], task)
@@ -86,6 +87,11 @@ def test_the_prediction_is_the_second_order_term(task: Task, monkeypatch: pytest
         handle.remove()
         expected = torch.einsum("ni,nij,nj->n", moved, h, moved).mean() / 2
         assert found.losses[i][2] == pytest.approx(float(expected), rel=0.15), name  # 1,800 random signals
+
+
+def test_all_widths_estimate_the_loss_per_power_of_the_error() -> None:
+    assert width_allocation._smoothed([3.0, 1.0, 0.0], [1.0, 0.25, 0.0]) == [3.5, 0.875, 0.0]
+    assert width_allocation._smoothed([0.0], [0.0]) == [0.0]
 
 
 def test_wider_layers_are_predicted_to_lose_less() -> None:
