@@ -12,20 +12,24 @@ from numpy.typing import NDArray
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from ul2q.pipeline.errors import JobError, within
+from ul2q.pipeline import errors
+from ul2q.pipeline.errors import JobError
 from ul2q.pipeline.graph import integer_modules
 from ul2q.pipeline.graph.batch_norm import BATCH_NORMS, foldable_norm
 from ul2q.pipeline.graph.dynamic_axes import Axes
 from ul2q.pipeline.graph.folding import fold_norm, master_weight, quantized_weight, shell
 from ul2q.pipeline.graph.integer_modules import LoweredWeight
-from ul2q.pipeline.graph.operators.clamps import is_relu
+from ul2q.pipeline.graph.operators.clamps import clamp_range, is_relu, within
 from ul2q.pipeline.graph.operators.definition import CodeFormat, WeightedOperator, computes_float
+from ul2q.pipeline.graph.operators.elementwise import one_code
 from ul2q.pipeline.graph.operators.registry import (
     integer_operator,
     is_dropout,
+    is_ordered,
     moving_operator,
     weighted_operator,
 )
+from ul2q.pipeline.graph.operators.rescaling import rescaled, rescaling
 from ul2q.pipeline.graph.prepare import FloatResult, LayerPlan, Prepared, Site, operands
 from ul2q.pipeline.graph.rebuild import assign, attribute
 from ul2q.pipeline.graph.torch_kernels import torch_operator
@@ -107,13 +111,14 @@ class _Lowering:
         self.code_formats: dict[str, CodeFormat] = {}
         self.output_scales: list[float | None] = []
         self.float_operators: list[str] = []
+        self.constants: dict[float, fx.Node] = {}  # nodes of the new graph by number
         self.fused = self._fused_nodes()
 
     def run(self) -> Lowered:
         with torch.no_grad():
             for node in self.source.graph.nodes:
                 if node not in self.fused:
-                    with within(layer=_layer_of(node, self.sites)):
+                    with errors.within(layer=_layer_of(node, self.sites)):
                         self._lower(node)
         self.graph.set_codegen(self.source.graph._codegen)  # same structure of in- and outputs
         self.graph.lint()
@@ -180,12 +185,19 @@ class _Lowering:
         self.env[node] = self.graph.node_copy(node, self._real)
 
     def _on_codes(self, node: fx.Node, source: fx.Node) -> bool:
-        """Lower an operator that acts on the codes of ``source`` and leaves their format.
+        """Lower an operator that acts on the codes of ``source``, or on their format alone.
 
         Returns:
             Whether it is one.
         """
         format_ = self.formats[source]
+        factor, bounds = rescaling(node), clamp_range(node)
+        if factor is not None or (bounds is not None and within(bounds, format_)):
+            self.env[node] = self.env[source]
+            self.formats[node] = format_ if factor is None else rescaled(format_, factor)
+            return True
+        if format_.scale < 0 and (is_relu(node) or is_ordered(node)):
+            return False
         if is_relu(node) and node.users:
             self._codes(node, f"{node.name}_codes", integer_modules.CodeRelu(format_), [source], format_)
             return True
@@ -275,9 +287,25 @@ class _Lowering:
             self.code_formats[site.name] = out
             return
         anchor = self.nodes[site.anchor]
-        sources = operands(anchor)
+        match = integer_operator(anchor)
+        sources = [self._constant(s) for s in (operands(anchor) if match is None else match[0].operands(anchor))]
         module = self._integer_module(site, anchor, [self.formats[s] for s in sources], out)
         self._codes(node, site.name, module, sources, out)
+
+    def _constant(self, operand: Any) -> fx.Node:
+        """Return the node of an operand that is a node, or a number with one code."""
+        known = one_code(operand)
+        if known is None:
+            return cast(fx.Node, operand)
+        code, format_ = known
+        if operand not in self.constants:
+            taken = {path.partition(".")[0] for path in [*self.modules, *self.source.state_dict()]}
+            name = unused_name(f"number_{len(self.constants)}", taken, "__")
+            self.root.register_buffer(name, torch.tensor(code, dtype=torch.uint8))
+            self.constants[operand] = self.graph.get_attr(name)
+        node = self.constants[operand]
+        self.env[node], self.formats[node] = node, format_
+        return node
 
     def _integer_module(
         self, site: Site, anchor: fx.Node, formats: list[CodeFormat], out: CodeFormat

@@ -1,4 +1,4 @@
-"""Rewrite activations of a captured graph as chains of operators that run on integers."""
+"""Rewrite a node of a graph as a chain of operators that run on integers."""
 
 from __future__ import annotations
 
@@ -6,37 +6,46 @@ from typing import Any
 
 from torch import fx
 
-from ul2q.pipeline.graph.operators.activation_chains import CHAINS, expand
-from ul2q.pipeline.graph.operators.definition import target_name
+from ul2q.pipeline.graph.operators.activation_chains import Chain, expand
+from ul2q.pipeline.graph.operators.definition import is_node
 from ul2q.pipeline.graph.operators.registry import INTEGER_OPERATORS
 from ul2q.pipeline.graph.torch_kernels import torch_operator
 
-_TARGETS = {f"aten.{name}.default": chain for name, chain in CHAINS.items()}
 
+def replace_by_chain(graph: fx.Graph, node: fx.Node, chain: Chain) -> list[fx.Node]:
+    """Replace ``node`` by ``chain``, whose leaves are nodes and numbers.
 
-def expand_activations(module: fx.GraphModule) -> None:
-    """Replace every activation of `CHAINS` in place; new nodes keep the shape and module of the old one."""
-    for node in list(module.graph.nodes):
-        chain = _TARGETS.get(target_name(node))
-        if chain is None:
-            continue
-        with module.graph.inserting_before(node):
-            result = expand(chain, node.args[0], _Builder(module.graph, node))
-        node.replace_all_uses_with(result)
-        module.graph.erase_node(node)
-    module.recompile()
+    Returns:
+        The new nodes in the order of execution; they keep the module of the old one.
+    """
+    builder = _Builder(graph, node)
+    with graph.inserting_before(node):
+        result = expand(chain, None, builder)
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
+    return builder.made
 
 
 class _Builder:
-    """Adds operators of the registry to a graph in the place of ``node``, element by element as it is."""
+    """Adds operators to a graph in the place of ``node``, element by element as it is."""
 
     def __init__(self, graph: fx.Graph, node: fx.Node) -> None:
         self.graph, self.node = graph, node
+        self.made: list[fx.Node] = []
 
-    def __call__(self, name: str, *operands: fx.Node) -> Any:
-        return INTEGER_OPERATORS[name].float_form(self._call, *operands)
+    def __call__(self, name: str, *operands: Any) -> fx.Node:
+        new: fx.Node = (
+            self._call("aten.clamp.default", *operands)
+            if name == "clamp"
+            else INTEGER_OPERATORS[name].float_form(self._call, *operands)
+        )
+        values = [operand for operand in operands if is_node(operand)]
+        if len(values) == 1:  # of another shape than the result where that broadcasts
+            new.meta["val"] = values[0].meta["val"]
+        return new
 
     def _call(self, target: str, *arguments: Any) -> fx.Node:
         new = self.graph.call_function(torch_operator(target), arguments)
         new.meta = dict(self.node.meta)
+        self.made.append(new)
         return new

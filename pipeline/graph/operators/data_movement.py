@@ -46,10 +46,11 @@ OPERATORS = (
             "aten.permute.default", "aten.transpose.int", "aten.t.default", "aten.slice.Tensor",
             "aten.select.int", "aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default",
             "aten.unbind.int", "aten.clone.default", "aten.expand.default", "aten.pixel_shuffle.default",
-            "aten.upsample_nearest2d.vec", "aten.max_pool2d.default",
+            "aten.upsample_nearest2d.vec",
         )
     ),
-    MovingOperator(targets=("aten.max_pool1d.default",), on_codes=_max_pool1d),
+    MovingOperator(targets=("aten.max_pool2d.default",), ordered=True),
+    MovingOperator(targets=("aten.max_pool1d.default",), ordered=True, on_codes=_max_pool1d),
     MovingOperator(
         targets=("aten.constant_pad_nd.default", "aten.pad.default"),
         recognise=_pads_with_zeros,
