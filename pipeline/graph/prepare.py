@@ -36,7 +36,7 @@ from ul2q.pipeline.graph.operators.registry import (
 )
 from ul2q.pipeline.graph.operators.rescaling import rescaling
 from ul2q.pipeline.graph.rebuild import attribute, stack_path
-from ul2q.pipeline.graph.rewrite import replace_by_chain
+from ul2q.pipeline.graph.rewrite import replace_by_chain, write_numbers
 from ul2q.pipeline.naming import unused_name
 from ul2q.pipeline.quantize.fake import ActivationQuantizer, WeightQuantizer
 
@@ -175,6 +175,7 @@ class _Preparation:
         self.float_results: list[FloatResult] = []
         # Sites become modules of the lowered graph, beside the layers that stay in float.
         self.names = set(self.modules) | set(dir(self.module))
+        write_numbers(self.module, self._constant_nodes())
         self.constant = self._constant_nodes()
         self.first = [node for node in self.graph.nodes if node.op == "placeholder"][-1].next
         self.coded: set[fx.Node] = set()  # nodes whose value lies on a grid of codes

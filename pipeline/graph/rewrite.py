@@ -1,15 +1,73 @@
-"""Rewrite a node of a graph as a chain of operators that run on integers."""
+"""Rewrite nodes of a graph: as chains of operators that run on integers, and with numbers for constants."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx, nn
 
 from ul2q.pipeline.graph.operators.activation_chains import Chain, expand
 from ul2q.pipeline.graph.operators.definition import is_node
 from ul2q.pipeline.graph.operators.registry import INTEGER_OPERATORS
+from ul2q.pipeline.graph.rebuild import attribute
 from ul2q.pipeline.graph.torch_kernels import torch_operator
+
+aten = torch.ops.aten
+
+#: what takes the place of an operator whose first operand is a number
+_TURNED: dict[Any, Any] = {
+    aten.add.Tensor: aten.add.Tensor,
+    aten.mul.Tensor: aten.mul.Tensor,
+    aten.sub.Tensor: aten.rsub.Scalar,
+}
+
+
+def constant_value(module: nn.Module, node: fx.Node) -> Tensor:
+    """Return the value of a node of ``module`` that depends on no input."""
+    if node.op == "get_attr":
+        value: Tensor = attribute(module, str(node.target))
+        return value.detach()
+    with torch.no_grad():
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: constant_value(module, n))
+        result: Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
+        return result
+
+
+def write_numbers(module: fx.GraphModule, constant: Collection[fx.Node]) -> None:
+    """Write constants of one element as numbers, where sums, products and quotients read them.
+
+    Parameters stay: training changes them.
+
+    Args:
+        module: the graph, changed in place.
+        constant: its nodes that depend on no input.
+    """
+    for node in list(module.graph.nodes):
+        if node.target not in {*_TURNED, aten.div.Tensor} or node.kwargs or len(node.args) != 2:
+            continue
+        known = [_number(module, a) if a in constant else None for a in node.args]
+        if known[1] is not None and node.args[0].meta["val"].ndim >= node.args[1].meta["val"].ndim:
+            node.args = (node.args[0], known[1])
+        elif known[0] is not None and node.target in _TURNED and node not in constant:
+            if node.args[1].meta["val"].ndim >= node.args[0].meta["val"].ndim:
+                node.target, node.args = _TURNED[node.target], (node.args[1], known[0])
+    for node in reversed(list(module.graph.nodes)):
+        if node in constant and not node.users:
+            module.graph.erase_node(node)
+
+
+def _number(module: nn.Module, node: fx.Node) -> float | None:
+    """Return the only element of a constant, or None of a parameter and of others."""
+    sources = [node]
+    for source in sources:
+        sources += source.all_input_nodes
+    read = [attribute(module, str(source.target)) for source in sources if source.op == "get_attr"]
+    if any(isinstance(tensor, nn.Parameter) for tensor in read):
+        return None
+    value = constant_value(module, node)
+    return float(value) if value.numel() == 1 and value.is_floating_point() else None
 
 
 def replace_by_chain(graph: fx.Graph, node: fx.Node, chain: Chain) -> list[fx.Node]:

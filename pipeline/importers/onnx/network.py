@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ul2q.pipeline.graph.rebuild import assign, attribute
 from ul2q.pipeline.importers.onnx import layer_operators, shape_operators
+from ul2q.pipeline.importers.onnx.folding import with_folded_constants
 from ul2q.pipeline.importers.onnx.values import Operator, Step, UnsupportedError, plain
 from ul2q.pipeline.naming import unused_name
 
@@ -79,7 +80,9 @@ class OnnxNetwork(nn.Module):
         self.batch, self.is_half, self.opset = batch, half, opset
         steps = self._steps(graph.node, arrays)
         constants = {name: plain(to_tensor(value)) for name, value in arrays.items()}
-        steps = _with_separate_tensors(_with_linear_layers(steps, constants, self.output_names), constants)
+        steps = _with_linear_layers(steps, constants, self.output_names)
+        steps = with_folded_constants(steps, constants, self.output_names)
+        steps = _with_separate_tensors(steps, constants)
         self.settings = _settings(steps, constants, self.output_names)
         self.places = self._register(steps, constants)
         self.steps = tuple(steps)
