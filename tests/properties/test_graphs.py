@@ -86,7 +86,17 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "add broadcast": lambda x, y: x + y[:, :, :1, :1],
     "multiply": lambda x, y: x * y,
     "gate": lambda x, y: x * torch.sigmoid(F.adaptive_avg_pool2d(y, 1)),
+    "hardsigmoid": lambda x, _: F.hardsigmoid(x),
+    "hardswish, written out": lambda x, _: x * ((x + 3) / 6).clip(0, 1),
     "scale": lambda x, _: x * 3,
+    "divide": lambda x, _: x / 7,
+    "add a number": lambda x, _: x + 1.5,
+    "take from a number": lambda x, _: 1 - x,
+    "subtract": lambda x, y: x - y,
+    "add a multiple": lambda x, y: torch.add(x, y, alpha=-0.5),
+    "negate": lambda x, _: -x,
+    "square": lambda x, _: x**2,
+    "absolute": lambda x, _: x.abs(),
     "concat": lambda x, y: torch.cat([x, y], 1),
     "concat one": lambda x, _: torch.cat([x], 1),
     "max pool": lambda x, _: F.max_pool2d(x, 2),
@@ -157,9 +167,7 @@ def layer(rng: random.Random, kind: str, x: Tensor) -> nn.Module:
 
 #: what runs in float, and may be one step off
 FLOAT = {
-    "hardswish",
     "gate",
-    "scale",
     "softmax",
     "max pool, ceiling",
     "norm",
