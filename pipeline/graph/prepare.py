@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx, nn
@@ -23,6 +23,7 @@ from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.errors import UsageError, listed
 from ul2q.pipeline.graph.batch_norm import foldable_norm
 from ul2q.pipeline.graph.capture import EXAMPLE_BATCH, Captured, copy_graph
+from ul2q.pipeline.graph.channel_affine import affine_source
 from ul2q.pipeline.graph.dynamic_axes import Axes
 from ul2q.pipeline.graph.operators.activation_chains import chain_of
 from ul2q.pipeline.graph.operators.clamps import clamp_range, is_relu
@@ -36,7 +37,7 @@ from ul2q.pipeline.graph.operators.registry import (
 )
 from ul2q.pipeline.graph.operators.rescaling import rescaling
 from ul2q.pipeline.graph.rebuild import attribute, stack_path
-from ul2q.pipeline.graph.rewrite import replace_by_chain, write_numbers
+from ul2q.pipeline.graph.rewrite import constant_nodes, replace_by_chain, write_numbers
 from ul2q.pipeline.naming import unused_name
 from ul2q.pipeline.quantize.fake import ActivationQuantizer, WeightQuantizer
 
@@ -88,7 +89,8 @@ class LayerPlan:
         parameters: elements of weight and bias.
         outputs: output elements for one sample, summed over the calls of the layer.
         quantized: whether its weight is quantised.
-        reason: why it is not, or why it runs in float all the same; None when it runs on integers.
+        reason: why it is not, or why it runs in float all the same; None when it runs on integers, as a layer
+            or as factors and shifts of channels.
         multiply_adds: of a convolution or linear layer for one sample, over all its calls; None for others.
     """
 
@@ -103,7 +105,7 @@ class LayerPlan:
     @property
     def on_integers(self) -> bool:
         """Whether integer kernels run it."""
-        return self.quantized and self.reason is None
+        return self.reason is None
 
 
 @dataclass(frozen=True)
@@ -175,10 +177,11 @@ class _Preparation:
         self.float_results: list[FloatResult] = []
         # Sites become modules of the lowered graph, beside the layers that stay in float.
         self.names = set(self.modules) | set(dir(self.module))
-        write_numbers(self.module, self._constant_nodes())
-        self.constant = self._constant_nodes()
+        write_numbers(self.module)
+        self.constant = constant_nodes(self.graph)
         self.first = [node for node in self.graph.nodes if node.op == "placeholder"][-1].next
         self.coded: set[fx.Node] = set()  # nodes whose value lies on a grid of codes
+        self.planned: dict[str, list[fx.Node]] = {}  # what a plan is about
         self.falling: set[fx.Node] = set()  # those whose values fall as their codes grow
         self.clamped: set[fx.Node] = set()  # clamps that a rounding before them performs
         self.float_sites: dict[fx.Node, fx.Node] = {}  # float value -> its quantiser
@@ -192,6 +195,7 @@ class _Preparation:
         if self.config.abits == 8:
             for node in list(self.graph.nodes):
                 self._visit(node)
+            plans = [self._settled(plan) for plan in plans]
         self._quantize_weights()
         self.graph.lint()
         self.module.recompile()
@@ -207,16 +211,6 @@ class _Preparation:
             tuple(self.float_results),
             self.captured.dynamic,
         )
-
-    def _constant_nodes(self) -> set[fx.Node]:
-        """Return the nodes whose value does not depend on the input."""
-        constant: set[fx.Node] = set()
-        for node in self.graph.nodes:
-            if node.op == "get_attr" or (
-                node.all_input_nodes and all(i in constant for i in node.all_input_nodes)
-            ):
-                constant.add(node)
-        return constant
 
     # Weights
 
@@ -261,11 +255,19 @@ class _Preparation:
             if isinstance(key, str):
                 if list(self.modules[key].parameters(recurse=False)):
                     plans[key] = self._plan(key, layers[key])
+                    self.planned[key] = layers[key]
             elif new := [name for name in key if name not in counted]:
                 counted.update(new)
                 name = unused_name(self._owner(new, readers[key][0]), {*plans, *layers}, "__")
                 plans[name] = self._plan_of_parameters(name, new, readers[key])
+                self.planned[name] = readers[key]
         return list(plans.values())
+
+    def _settled(self, plan: LayerPlan) -> LayerPlan:
+        """Return ``plan`` once it is known which factors and shifts of channels run on integers."""
+        nodes = self.planned[plan.name]
+        scales = not plan.quantized and all(self._affine_source(node) in self.coded for node in nodes)
+        return replace(plan, reason=None) if scales else plan
 
     def _parameters(self, node: fx.Node) -> tuple[str, ...]:
         """Return the parameters that ``node`` computes with, as they are or after a change of their form.
@@ -325,7 +327,7 @@ class _Preparation:
         elif self._is_integer(node):
             match = integer_operator(node)
             refused = self.falling if match is not None and match[0].rising else set()
-            for source in operands(node):
+            for source in self._operands(node):
                 if source not in self.coded or source in refused:
                     self._quantize_float(source, node)
             self._add_anchored_site(node)
@@ -335,10 +337,20 @@ class _Preparation:
                 self.falling.add(node)
 
     def _is_integer(self, node: fx.Node) -> bool:
+        if self._affine_source(node) in self.coded:
+            return True
         if node.op == "call_module":
             operator = self.weighted.get(str(node.target))
             return operator is not None and operator.on_integers and node.target not in self.excluded
         return integer_operator(node) is not None and self._on_codes(operands(node))
+
+    def _affine_source(self, node: fx.Node) -> fx.Node | None:
+        """Return the input of what multiplies or shifts channels, see `channel_affine`, or None."""
+        return affine_source(node, self.modules, self.constant)
+
+    def _operands(self, node: fx.Node) -> list[fx.Node]:
+        source = self._affine_source(node)
+        return operands(node) if source is None else [source]
 
     def _on_codes(self, sources: Sequence[fx.Node]) -> bool:
         """Return whether an operator of ``sources`` that has an integer kernel uses it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -35,15 +34,25 @@ def constant_value(module: nn.Module, node: fx.Node) -> Tensor:
         return result
 
 
-def write_numbers(module: fx.GraphModule, constant: Collection[fx.Node]) -> None:
+def constant_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes whose value does not depend on the input."""
+    constant: set[fx.Node] = set()
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        if node.op == "get_attr" or (inputs and all(i in constant for i in inputs)):
+            constant.add(node)
+    return constant
+
+
+def write_numbers(module: fx.GraphModule) -> None:
     """Write constants of one element as numbers, where sums, products and quotients read them.
 
-    Parameters stay: training changes them.
+    Parameters stay: training changes them. Other constants become the second operand of a sum or product.
 
     Args:
         module: the graph, changed in place.
-        constant: its nodes that depend on no input.
     """
+    constant = constant_nodes(module.graph)
     for node in list(module.graph.nodes):
         if node.target not in {*_TURNED, aten.div.Tensor} or node.kwargs or len(node.args) != 2:
             continue
@@ -53,6 +62,8 @@ def write_numbers(module: fx.GraphModule, constant: Collection[fx.Node]) -> None
         elif known[0] is not None and node.target in _TURNED and node not in constant:
             if node.args[1].meta["val"].ndim >= node.args[0].meta["val"].ndim:
                 node.target, node.args = _TURNED[node.target], (node.args[1], known[0])
+        elif node.args[0] in constant and node.target in (aten.add.Tensor, aten.mul.Tensor):
+            node.args = (node.args[1], node.args[0])
     for node in reversed(list(module.graph.nodes)):
         if node in constant and not node.users:
             module.graph.erase_node(node)
