@@ -303,12 +303,15 @@ class _Lowering:
             self.code_formats[site.name] = out
             return
         anchor = self.nodes[site.anchor]
-        source = affine_source(anchor, self.modules, self.constant)
-        if source is not None:
-            self._codes(node, site.name, self._affine(site, anchor, self.formats[source], out), [source], out)
+        scaled = affine_source(anchor, self.modules, self.constant)
+        if scaled is not None:
+            layer = self._affine(site, anchor, self.formats[scaled], out)
+            self._codes(node, site.name, layer, [scaled], out)
             return
         match = integer_operator(anchor)
-        sources = [self._constant(s) for s in (operands(anchor) if match is None else match[0].operands(anchor))]
+        sources = [
+            self._constant(s) for s in (operands(anchor) if match is None else match[0].operands(anchor))
+        ]
         module = self._integer_module(site, anchor, [self.formats[s] for s in sources], out)
         self._codes(node, site.name, module, sources, out)
 

@@ -188,7 +188,16 @@ FLOAT = {
     "linear, norm",
     "transposed",
 }
-LAYERS = ("conv", "conv, norm, clamp", "conv twice", "norm", "scale, shift", "linear", "linear, norm", "transposed")
+LAYERS = (
+    "conv",
+    "conv, norm, clamp",
+    "conv twice",
+    "norm",
+    "scale, shift",
+    "linear",
+    "linear, norm",
+    "transposed",
+)
 KINDS = (*LAYERS, "again", *FUNCTIONS)
 
 

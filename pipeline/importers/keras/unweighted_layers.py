@@ -53,7 +53,9 @@ def _function(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[
     kind = type(layer).__name__
     if kind == "ReLU":
         if layer.threshold or (layer.negative_slope and layer.max_value is not None):
-            raise UsageError(f"{layer.name}: a ReLU with a threshold, or with a slope and a maximum, is unknown")
+            raise UsageError(
+                f"{layer.name}: a ReLU with a threshold, or with a slope and a maximum, is unknown"
+            )
         if layer.negative_slope:
             return _elementwise(translator, layer, ref, nn.LeakyReLU(layer.negative_slope))
         if layer.max_value in (None, 6):

@@ -34,7 +34,7 @@ def with_folded_constants(
             if wider is None:
                 break
             folded.add(id(following[0]))
-            step = wider  # noqa: PLW2901
+            step = wider
         result.append(step)
     return result
 

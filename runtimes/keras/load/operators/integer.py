@@ -19,9 +19,7 @@ from ul2q.runtimes.keras.load.operators.functions import rescale
 
 def _convert(definition: IntegerOperator, conversion: Conversion, operator: Operator) -> None:
     """Add the Keras form of an operator of the registry."""
-    constants = [
-        conversion.network.constants.get(name) for name in _operand_names(definition, operator)
-    ]
+    constants = [conversion.network.constants.get(name) for name in _operand_names(definition, operator)]
     if any(isinstance(constant, Integers) for constant in constants):
         _with_number(definition, conversion, operator)
         return
@@ -42,7 +40,7 @@ def _convert(definition: IntegerOperator, conversion: Conversion, operator: Oper
 
 
 def _with_number(definition: IntegerOperator, conversion: Conversion, operator: Operator) -> None:
-    """Add the Keras form of an operator whose second operand is one code of the file."""
+    """Add the Keras form of an operator whose second operand is one code of the file."""  # noqa: DOC501
     number, value = conversion.constant(operator, 1), conversion.comparable(conversion.value(operator))
     if not isinstance(number, Integers) or number.stored.size != 1 or number.scale is None:
         raise refuse(conversion, operator, "with a constant of several codes")
