@@ -21,6 +21,20 @@ CHAINS: dict[str, Chain] = {
     "hardswish": ("mul", X, _HARD_SIGMOID),
     "square": ("mul", X, X),
 }
+#: why other activations stay in float, by their names in torch
+WITHOUT_CHAIN: dict[str, str] = {
+    "gelu": "as x·sigmoid(1.702x) it would be another function, by up to 0.02",
+    "tanh": "as 2·sigmoid(2x) − 1 it would be rounded twice, to half as many levels",
+    "elu": "e^x has no integer kernel",
+    "selu": "e^x has no integer kernel",
+    "celu": "e^x has no integer kernel",
+    "softplus": "the logarithm of 1 + e^x has no integer kernel",
+    "mish": "softplus has no integer kernel",
+    "softsign": "a quotient of two values has no integer kernel",
+    "prelu": "slopes of channels have no integer kernel",
+    "softmax": "e^x and the sum over it need more than 8 bits",
+    "log_softmax": "logarithms have no integer kernel",
+}
 #: names in ``keras.activations`` that are others than in torch
 KERAS_NAMES = {"hardsigmoid": "hard_sigmoid", "hardswish": "hard_silu"}
 

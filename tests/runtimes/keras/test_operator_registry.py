@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.graph.capture import capture, quiet
 from ul2q.pipeline.graph.integer_modules import IntegerFunction
 from ul2q.pipeline.graph.lower import lower
-from ul2q.pipeline.graph.operators.activation_chains import CHAINS, expand
+from ul2q.pipeline.graph.operators.activation_chains import CHAINS, WITHOUT_CHAIN, expand
 from ul2q.pipeline.graph.operators.definition import CodeFormat, Example, IntegerOperator
 from ul2q.pipeline.graph.operators.registry import INTEGER_OPERATORS, WEIGHTED_OPERATORS, integer_operator
 from ul2q.pipeline.graph.prepare import prepare
@@ -44,6 +45,20 @@ def draw(example: Example, seed: int) -> tuple[list[np.ndarray], list[CodeFormat
         CodeFormat(float(s), int(z)) for s, z in zip(scales, rng.integers(100, 156, len(scales)), strict=True)
     ]
     return codes, formats[:-1], formats[-1]
+
+
+def test_the_page_of_the_operators_is_up_to_date() -> None:
+    page = runpy.run_path(str(Path(__file__).parents[2] / "operators_table.py"))
+    assert page["main"](["--check"]) == 0, "python tests/operators_table.py"
+
+
+def test_no_activation_is_listed_as_float_that_is_a_chain() -> None:
+    names = {
+        target.removeprefix("aten.").removesuffix(".default")
+        for op in INTEGER_OPERATORS.values()
+        for target in op.targets
+    }
+    assert not WITHOUT_CHAIN.keys() & (CHAINS.keys() | names)
 
 
 def test_no_form_is_missing() -> None:
