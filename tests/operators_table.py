@@ -20,29 +20,31 @@ from ul2q.runtimes.keras.layers.registry import KERAS_FORMS, WITHOUT_KERAS
 PAGE = Path(__file__).parents[1] / "docs" / "operators.md"
 _HEAD = """# Operators
 
-What of a captured network runs on 8-bit codes in the file, in torch and in Keras, with the same codes in all of them. This
-page is written by `make docs` from the registry (`pipeline/graph/operators`). An operator runs on integers where a value
-that it reads has codes: the result of a layer, or of another operator on integers. The report of a compression lists the
+What of a captured network runs on 8-bit codes in the file, in torch and in Keras, with the same
+codes in all of them. This page is written by `make docs` from the registry
+(`pipeline/graph/operators`). An operator runs on integers where a value that it reads has codes:
+the result of a layer, or of another operator on integers. The report of a compression lists the
 operators of a network that stay in float.
 
 """
-_WITHOUT_PASS = """
+_FREE = """
 ## Without a pass over the codes
 
 These cost nothing: the codes stay as they are, or only move.
 
 | torch | in the file |
 |:--|:--|
-| product with a number, quotient by a number, negation | another DequantizeLinear of the same codes, its scale times the number |
-| a clamp behind an operator, also behind products with positive numbers | the saturation of its QuantizeLinear |
+| product with a number, quotient by a number, negation | another DequantizeLinear of the same codes |
+| clamp behind an operator, also behind products with positive numbers | saturation of its rounding |
 """
 _CHANNELS = """
 ## Constants of the channels
 
-A batch norm that no layer before it absorbs (behind a ReLU, a sum or a concatenation), and sums, products, differences and
-quotients with one number for each channel of [N, C, …], such as layer scales, are depthwise convolutions with a kernel of one
-element on codes of 3 to 5 dimensions: the factors stay exact in the scales of the channels. Other constants stay in float.
-Numbers are exact as one code of a sum. ONNX sources have sums and products behind a convolution folded into it.
+A batch norm that no layer before it absorbs (behind a ReLU, a sum or a concatenation), and sums,
+products, differences and quotients with one number for each channel of [N, C, …], such as layer
+scales, are depthwise convolutions with a kernel of one element on codes of 3 to 5 dimensions: the
+factors stay exact in the scales of the channels. Other constants stay in float. Numbers are exact
+as one code of a sum. ONNX sources have sums and products behind a convolution folded into it.
 """
 
 
@@ -87,11 +89,7 @@ def page() -> str:
     moving = [f"| {_short(MOVING_OPERATORS)} | the same on codes |"]
     floats = ["", "## Activations in float, and why", "", "| torch | reason |", "|:--|:--|"]
     floats += [f"| `{name}` | {reason} |" for name, reason in WITHOUT_CHAIN.items()]
-    return (
-        _HEAD
-        + "\n".join([*lines, _WITHOUT_PASS.rstrip("\n"), *moving, _CHANNELS.rstrip("\n"), *floats])
-        + "\n"
-    )
+    return _HEAD + "\n".join([*lines, _FREE.rstrip("\n"), *moving, _CHANNELS.rstrip("\n"), *floats]) + "\n"
 
 
 def main(arguments: list[str]) -> int:
