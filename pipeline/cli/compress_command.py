@@ -32,6 +32,7 @@ from ul2q.pipeline.cli.options import (
     read_text,
     shown,
     start,
+    widths,
     without_none,
 )
 from ul2q.pipeline.compression.output_formats.registry import FORMATS, converted_formats, requested_names
@@ -49,7 +50,13 @@ def compress(
             show_default=False,
         ),
     ] = None,
-    wbits: Annotated[int | None, typer.Option(help="Bits of a weight, 1 to 8.")] = None,
+    wbits: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BITS",
+            help="Bits of a weight, 1 to 8; or by layer name: 'conv1=8,head*=4,*=2', the first match counts.",
+        ),
+    ] = None,
     abits: Annotated[int | None, typer.Option(help="Bits of an activation: 8, or 32 for float.")] = None,
     arch: Arch = None,
     arch_args: ArchArgs = None,
@@ -142,7 +149,7 @@ def compress(
     from ul2q.pipeline.data.load import parts_spec
 
     overrides = {
-        "wbits": wbits, "abits": abits, "epochs": epochs, "step": step, "granularity": granularity,
+        **widths(wbits), "abits": abits, "epochs": epochs, "step": step, "granularity": granularity,
         "curvature": curvature, "act_fit": act_fit, "quantizer": quantizer, "task": task,
         "optimizer": optimizer, "lr": lr, "batch_size": batch_size, "samples": samples,
         "exclude": exclude or None, "dynamic": dynamic or None, "opset": opset, "storage": storage,

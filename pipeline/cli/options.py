@@ -222,6 +222,28 @@ def read_text(path: Path, what: str) -> str:
         raise UsageError(f"{path} is no text: give {what}") from error
 
 
+def widths(text: str | None) -> dict[str, Any]:
+    """Read the value of --wbits.
+
+    Returns:
+        ``wbits`` and ``layer_wbits``; nothing for None.
+
+    Raises:
+        UsageError: it is no width, or no list that ends with a width for all other layers.
+    """
+    if text is None:
+        return {}
+    *named, rest = text.split(",")
+    pairs = [entry.rpartition("=")[::2] for entry in named] + [("*", rest.removeprefix("*="))]
+    if not all(pattern.strip() and bits.strip().isdecimal() for pattern, bits in pairs):
+        raise UsageError(
+            f"--wbits is {text!r}: give 1 to 8, or widths by layer name such as 'conv1=8,head*=4,*=2', the "
+            "last one for all other layers"
+        )
+    *own, (_, others) = [(pattern.strip(), int(bits)) for pattern, bits in pairs]
+    return {"wbits": others, "layer_wbits": tuple(own)}
+
+
 def quant_config(path: Path | None, overrides: dict[str, Any]) -> QuantConfig:
     """Merge a configuration file and the options.
 

@@ -105,7 +105,9 @@ def compress_file(
     """
     source, formats, progress = ModelSource.of(model), output_formats(to), progress or Progress(quiet=True)
     samples = SampleSource(data, input_shape, preprocess, synthetic)
-    directory = output or source.path.with_name(f"{source.path.stem}-w{config.wbits}a{config.abits}")
+    directory = output or source.path.with_name(
+        f"{source.path.stem}-w{'mix' if config.layer_wbits else config.wbits}a{config.abits}"
+    )
     if dry_run:
         check_output(directory, overwrite=True)
         return CompressionResult(None, plan(load_run(source, samples, config, formats, progress), formats))

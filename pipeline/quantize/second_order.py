@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 DAMPING: Final = 0.01
@@ -40,44 +42,54 @@ def round_second_order(
     Returns:
         Codes q [G, R, d], −2^(k−1) … 2^(k−1) − 1, as float64; the levels are α(q + ½) + β.
     """
-    w, alpha, beta = w.double(), alpha.double(), beta.double()
     h = damped(moment.double(), damping)
     order = torch.argsort(torch.diagonal(h, dim1=1, dim2=2), dim=1, descending=True, stable=True)
     h = _permuted(h, order)
-    index = order[:, None, :].expand_as(w)
-    target = torch.gather(w, 2, index)
-    alpha, beta = (torch.gather(v.expand_as(w), 2, index) for v in (alpha, beta))
     # The upper factor of H is the lower one of H in reverse order.
     upper = torch.linalg.cholesky(h.flip(1, 2)).flip(1, 2)
-    feedback = upper / torch.diagonal(upper, dim1=1, dim2=2)[:, None, :]
-    codes, error = torch.empty_like(target), torch.zeros_like(target)
+    feedback = (upper / torch.diagonal(upper, dim1=1, dim2=2)[:, None, :]).mT.contiguous().numpy()
+    # One weight of all rows after the other: NumPy, with these side by side, since an operation of torch on
+    # few numbers takes many times as long.
+    index = order[:, :, None].expand(w.mT.shape)
+    target, alphas, betas = (
+        torch.gather(v.double().expand_as(w).mT, 1, index).numpy() for v in (w, alpha, beta)
+    )
+    codes, error = np.empty_like(target), np.zeros_like(target)
+    low, high = -(2.0 ** (k - 1)), 2.0 ** (k - 1) - 1
 
-    def nearest(x: Tensor, i: int) -> Tensor:
-        q = torch.floor((x - beta[:, :, i]) / alpha[:, :, i])
-        return q.clamp_(-(2 ** (k - 1)), 2 ** (k - 1) - 1)
-
-    def fix(i: int, x: Tensor) -> None:
-        codes[:, :, i] = q = nearest(x, i)
-        error[:, :, i] = target[:, :, i] - (alpha[:, :, i] * (q + 0.5) + beta[:, :, i])
+    def fix(i: int, x: NDArray[np.float64]) -> None:
+        q, step, offset = codes[:, i], alphas[:, i], betas[:, i]
+        np.subtract(x, offset, out=q)
+        np.divide(q, step, out=q)
+        np.floor(q, out=q)
+        np.maximum(q, low, out=q)
+        np.minimum(q, high, out=q)
+        level = q + 0.5
+        level *= step
+        level += offset
+        np.subtract(target[:, i], level, out=error[:, i])
 
     d = w.shape[2]
-    for start in range(0, d, _BLOCK):
-        stop = min(start + _BLOCK, d)
-        carried = error[:, :, :start] @ feedback[:, :start, start:stop]
+    blocks = [(start, min(start + _BLOCK, d)) for start in range(0, d, _BLOCK)]
+    for start, stop in blocks:
+        carried = target[:, start:stop] + feedback[:, start:stop, :start] @ error[:, :start]
         for i in range(start, stop):
-            own = error[:, :, start:i] @ feedback[:, start:i, i : i + 1]
-            fix(i, target[:, :, i] + carried[:, :, i - start] + own[:, :, 0])
+            own = feedback[:, i, None, start:i] @ error[:, start:i]
+            fix(i, carried[:, i - start] + own[:, 0])
+    hessian, diagonal = h.numpy(), torch.diagonal(h, dim1=1, dim2=2)[:, :, None].numpy()
     for _ in range(sweeps):
-        for start in range(0, d, _BLOCK):
-            stop = min(start + _BLOCK, d)
-            gradient = error @ h[:, :, start:stop]
+        for start, stop in blocks:
+            # What all weights but i pull at weight i; those of the block are added one after the other.
+            within = hessian[:, start:stop, start:stop]
+            pull = hessian[:, start:stop] @ error - within @ error[:, start:stop]
             for i in range(start, stop):
-                pull = gradient[:, :, i - start] / h[:, i, i, None]
-                old = error[:, :, i].clone()
-                fix(i, target[:, :, i] + pull - old)
-                gradient += (error[:, :, i] - old)[:, :, None] * h[:, i, None, start:stop]
-    result = torch.empty_like(codes)
-    return result.scatter_(2, index, codes)
+                own = hessian[:, i, None, start:stop] @ error[:, start:stop]
+                others = pull[:, i - start] + own[:, 0]
+                others /= diagonal[:, i]
+                others += target[:, i] - error[:, i]
+                fix(i, others)
+    result = torch.empty_like(index, dtype=torch.float64)
+    return result.scatter_(1, index, torch.from_numpy(codes)).mT.contiguous()
 
 
 def damped(moment: Tensor, damping: float) -> Tensor:

@@ -52,6 +52,8 @@ def title(report: Report) -> str:
     config = report["config"]
     wbits, abits = config.get("wbits"), config.get("abits")
     activations = "float activations" if abits == 32 else f"{abits}-bit activations"
+    if config.get("layer_wbits"):
+        return f"weights of mixed widths, {activations}"
     return f"{wbits}-bit weights, {activations}" if wbits else "compression report"
 
 

