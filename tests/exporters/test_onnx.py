@@ -173,7 +173,7 @@ INTEGER = {
 }  # fmt: skip
 MOVING = {
     "Transpose", "Reshape", "MaxPool", "NhwcMaxPool", "Resize", "DepthToSpace", "Split", "Slice", "Gather",
-    "Squeeze", "Unsqueeze", "Expand", "Concat", "Shape", "Max", "Pad", "Identity",
+    "Squeeze", "Unsqueeze", "Expand", "Concat", "Shape", "Clip", "Pad", "Identity",
 }  # fmt: skip
 ENDS = {"QuantizeLinear", "DequantizeLinear"}
 
