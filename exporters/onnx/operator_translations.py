@@ -60,7 +60,7 @@ def _dequantize_bias(bias: Value, bias_scale: Value, weight_scale: Value, in_sca
 
 
 def _relu(codes: Value, zero_point: int) -> Value:
-    return op.Max(codes, _constant(zero_point, np.uint8))
+    return op.Clip(codes, _constant(zero_point, np.uint8))  # ONNX Runtime 1.20 has no Max of codes
 
 
 # Layers: (x, weight, bias, shape of the weight, **parameters) -> the layer on real numbers

@@ -19,6 +19,7 @@ from ul2q.pipeline.graph.batch_norm import BATCH_NORMS
 from ul2q.pipeline.graph.folding import master_weight
 from ul2q.pipeline.graph.operators.clamps import clamp_range
 from ul2q.pipeline.graph.operators.registry import is_dropout, moving_operator
+from ul2q.pipeline.graph.operators.rescaling import rescaling
 from ul2q.pipeline.graph.prepare import LayerPlan, Prepared, node_name, sample_elements
 from ul2q.pipeline.quantize.fake import ActivationQuantizer
 
@@ -242,6 +243,8 @@ class _Liveness:
         module = self._module(node)
         moving = moving_operator(node)
         if (moving is not None and moving.view) or is_dropout(module):
+            return True
+        if rescaling(node) is not None and node.name in self.coded:
             return True
         if isinstance(module, ActivationQuantizer):
             return self.sites[node.name].anchor is not None or self.abits == 32

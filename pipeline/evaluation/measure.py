@@ -39,7 +39,7 @@ def layers_report(prepared: Prepared, lowered: Lowered, exported: ExportedModel)
     for plan in prepared.layers:
         weight = weights.get(plan.name)
         row = _planned(plan, prepared)
-        if weight is not None:
+        if weight is not None and plan.quantized:
             row |= {
                 "alpha": _plain(weight.grid.alpha),
                 "beta": _plain(weight.grid.beta),
@@ -84,7 +84,7 @@ def _planned(plan: LayerPlan, prepared: Prepared) -> dict[str, Any]:
         "outputs": plan.outputs,
         "multiply_adds": plan.multiply_adds,
         "wbits": plan.wbits,
-        "abits": config.abits if plan.quantized and plan.reason is None else 32,
+        "abits": config.abits if plan.on_integers else 32,
         "step": config.step if plan.quantized else None,
         "granularity": config.granularity if plan.quantized else None,
         "bytes_float": 4 * plan.parameters,

@@ -30,7 +30,6 @@ from ul2q.pipeline.graph.input_types import input_names
 from ul2q.pipeline.graph.modes import in_eval_mode
 from ul2q.pipeline.graph.operators.registry import moving_operator
 from ul2q.pipeline.graph.rebuild import LayerBuilder, is_inference_batch_norm
-from ul2q.pipeline.graph.rewrite import expand_activations
 from ul2q.pipeline.graph.torch_programs import as_module
 
 aten = torch.ops.aten
@@ -203,7 +202,6 @@ def _capture(
     unlifted.graph.eliminate_dead_code()
     builder = LayerBuilder(unlifted, model)
     graph = builder.build()
-    expand_activations(graph)
     captured = Captured(
         # The exported graph shares its tensors with the model; a copy keeps the ties among layers.
         copy_graph(graph) if own_tensors else graph,

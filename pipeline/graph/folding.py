@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from ul2q.pipeline.graph.channel_affine import norm_values
 from ul2q.pipeline.graph.operators.definition import WeightedOperator
 from ul2q.pipeline.graph.operators.registry import weighted_operator
 from ul2q.pipeline.graph.prepare import Prepared
@@ -88,9 +89,7 @@ def fold_norm(layer: Any, norm: Any) -> tuple[NDArray[np.float64], NDArray[np.fl
     fixed: FixedWeight | None = getattr(layer, "fixed_weight", None)
     if norm is None:
         return np.ones(channels) if fixed is None else fixed.factor, bias
-    factor = 1 / np.sqrt(norm.running_var.double().numpy() + norm.eps)
-    if norm.weight is not None:
-        factor = factor * norm.weight.detach().double().numpy()
+    factor, _ = norm_values(norm)
     own = 1.0 if fixed is None else fixed.factor
     shift = 0.0 if norm.bias is None else norm.bias.detach().double().numpy()
     return factor * own, (bias - norm.running_mean.double().numpy()) * factor + shift

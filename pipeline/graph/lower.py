@@ -12,26 +12,34 @@ from numpy.typing import NDArray
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from ul2q.pipeline.errors import JobError, within
+from ul2q.pipeline import errors
+from ul2q.pipeline.errors import JobError
 from ul2q.pipeline.graph import integer_modules
 from ul2q.pipeline.graph.batch_norm import BATCH_NORMS, foldable_norm
+from ul2q.pipeline.graph.channel_affine import GRID, WEIGHT, affine_source, affine_values
 from ul2q.pipeline.graph.dynamic_axes import Axes
 from ul2q.pipeline.graph.folding import fold_norm, master_weight, quantized_weight, shell
 from ul2q.pipeline.graph.integer_modules import LoweredWeight
-from ul2q.pipeline.graph.operators.clamps import is_relu
+from ul2q.pipeline.graph.operators.clamps import clamp_range, is_relu, within
 from ul2q.pipeline.graph.operators.definition import CodeFormat, WeightedOperator, computes_float
+from ul2q.pipeline.graph.operators.elementwise import one_code
 from ul2q.pipeline.graph.operators.registry import (
     integer_operator,
     is_dropout,
+    is_ordered,
     moving_operator,
     weighted_operator,
 )
-from ul2q.pipeline.graph.prepare import FloatResult, LayerPlan, Prepared, Site, operands
+from ul2q.pipeline.graph.operators.rescaling import rescaled, rescaling
+from ul2q.pipeline.graph.operators.weighted import CONV
+from ul2q.pipeline.graph.prepare import FloatResult, LayerPlan, Prepared, Site, node_name, operands
 from ul2q.pipeline.graph.rebuild import assign, attribute
+from ul2q.pipeline.graph.rewrite import constant_nodes
 from ul2q.pipeline.graph.torch_kernels import torch_operator
 from ul2q.pipeline.naming import unused_name
 from ul2q.pipeline.quantize.arithmetic import half_precision, round_bias
 from ul2q.pipeline.quantize.grid import (
+    Grid,
     dequantize,
     integer_weight,
     sqnr_db,
@@ -107,13 +115,16 @@ class _Lowering:
         self.code_formats: dict[str, CodeFormat] = {}
         self.output_scales: list[float | None] = []
         self.float_operators: list[str] = []
+        self.constant = constant_nodes(self.source.graph)
+        self.unread = self._unread_constants()
+        self.constants: dict[float, fx.Node] = {}  # nodes of the new graph by number
         self.fused = self._fused_nodes()
 
     def run(self) -> Lowered:
         with torch.no_grad():
             for node in self.source.graph.nodes:
-                if node not in self.fused:
-                    with within(layer=_layer_of(node, self.sites)):
+                if node not in self.fused and node not in self.unread:
+                    with errors.within(layer=_layer_of(node, self.sites)):
                         self._lower(node)
         self.graph.set_codegen(self.source.graph._codegen)  # same structure of in- and outputs
         self.graph.lint()
@@ -144,6 +155,16 @@ class _Lowering:
             fused.add(node)
         fused |= {self.nodes[result.anchor] for result in self.prepared.float_results if result.batch_norm}
         return fused
+
+    def _unread_constants(self) -> set[fx.Node]:
+        """Return the constants that become factors and shifts of integer layers alone."""
+        anchors = {self.nodes[site.anchor] for site in self.prepared.sites if site.anchor is not None}
+        scaling = {node for node in anchors if affine_source(node, self.modules, self.constant) is not None}
+        unread: set[fx.Node] = set()
+        for node in reversed(self.source.graph.nodes):
+            if node in self.constant and all(user in scaling or user in unread for user in node.users):
+                unread.add(node)
+        return unread
 
     # One node
 
@@ -180,12 +201,19 @@ class _Lowering:
         self.env[node] = self.graph.node_copy(node, self._real)
 
     def _on_codes(self, node: fx.Node, source: fx.Node) -> bool:
-        """Lower an operator that acts on the codes of ``source`` and leaves their format.
+        """Lower an operator that acts on the codes of ``source``, or on their format alone.
 
         Returns:
             Whether it is one.
         """
         format_ = self.formats[source]
+        factor, bounds = rescaling(node), clamp_range(node)
+        if factor is not None or (bounds is not None and within(bounds, format_)):
+            self.env[node] = self.env[source]
+            self.formats[node] = format_ if factor is None else rescaled(format_, factor)
+            return True
+        if format_.scale < 0 and (is_relu(node) or is_ordered(node)):
+            return False
         if is_relu(node) and node.users:
             self._codes(node, f"{node.name}_codes", integer_modules.CodeRelu(format_), [source], format_)
             return True
@@ -275,9 +303,32 @@ class _Lowering:
             self.code_formats[site.name] = out
             return
         anchor = self.nodes[site.anchor]
-        sources = operands(anchor)
+        scaled = affine_source(anchor, self.modules, self.constant)
+        if scaled is not None:
+            layer = self._affine(site, anchor, self.formats[scaled], out)
+            self._codes(node, site.name, layer, [scaled], out)
+            return
+        match = integer_operator(anchor)
+        sources = [
+            self._constant(s) for s in (operands(anchor) if match is None else match[0].operands(anchor))
+        ]
         module = self._integer_module(site, anchor, [self.formats[s] for s in sources], out)
         self._codes(node, site.name, module, sources, out)
+
+    def _constant(self, operand: Any) -> fx.Node:
+        """Return the node of an operand that is a node, or a number with one code."""
+        known = one_code(operand)
+        if known is None:
+            return cast(fx.Node, operand)
+        code, format_ = known
+        if operand not in self.constants:
+            taken = {path.partition(".")[0] for path in [*self.modules, *self.source.state_dict()]}
+            name = unused_name(f"number_{len(self.constants)}", taken, "__")
+            self.root.register_buffer(name, torch.tensor(code, dtype=torch.uint8))
+            self.constants[operand] = self.graph.get_attr(name)
+        node = self.constants[operand]
+        self.env[node], self.formats[node] = node, format_
+        return node
 
     def _integer_module(
         self, site: Site, anchor: fx.Node, formats: list[CodeFormat], out: CodeFormat
@@ -316,6 +367,22 @@ class _Lowering:
             operator, weight, integer_bias, source, out, operator.parameters(layer)
         )
 
+    def _affine(self, site: Site, anchor: fx.Node, source: CodeFormat, out: CodeFormat) -> nn.Module:
+        """Return the layer of one element for each channel that multiplies and shifts it."""
+        rank, channels = anchor.meta["val"].ndim, int(anchor.meta["val"].shape[1])
+        factor, shift = affine_values(anchor, self.source, channels)
+        name = str(anchor.target) if anchor.op == "call_module" else site.name
+        op = type(self.modules[name]).__name__ if name in self.modules else node_name(anchor).split(".")[-1]
+        codes = np.zeros((channels, *[1] * (rank - 1)), np.int8)
+        weight, bias = self._integers(name, op, codes, GRID, factor / WEIGHT, shift, source.scale)
+        steps = weight.scale.astype(np.float64) * source.scale / out.scale
+        self.weights[site.name] = weight
+        places = rank - 2
+        parameters = {"stride": [1] * places, "pads": [0] * 2 * places, "dilation": [1] * places}
+        return integer_modules.IntegerLayer(
+            CONV, weight, round_bias(bias, steps), source, out, {**parameters, "groups": channels}
+        )
+
     def _quantized(
         self,
         name: str,
@@ -328,12 +395,29 @@ class _Lowering:
         """Return integer weight and the bias in units of the accumulator, yet to be rounded.
 
         ``factor`` and ``bias`` [C] come from the batch norm.
+        """
+        q, grid = quantized_weight(layer)
+        op = type(layer).__name__.removeprefix("Parametrized")
+        sqnr = sqnr_db(master_weight(layer).numpy(), dequantize(q, grid))
+        return self._integers(name, op, q, grid, factor, bias, in_scale, sqnr, norm_name)
+
+    def _integers(
+        self,
+        name: str,
+        op: str,
+        q: NDArray[np.int8],
+        grid: Grid,
+        factor: NDArray[np.float64],
+        bias: NDArray[np.float64],
+        in_scale: float,
+        sqnr: float = np.inf,
+        norm_name: str | None = None,
+    ) -> tuple[LoweredWeight, NDArray[np.float64]]:
+        """Return the integer weight of codes ``q``, and the bias in units of the accumulator.
 
         Raises:
             JobError: a sum of products could overflow 32 bits.
         """
-        q, grid = quantized_weight(layer)
-        sqnr = sqnr_db(master_weight(layer).numpy(), dequantize(q, grid))
         scale = half_precision(np.broadcast_to(grid.scale, factor.shape).astype(np.float64) * factor)
         unit = (np.float32(in_scale) * scale).astype(np.float64)  # value of one unit of the accumulator
         reach = 255 * np.abs(integer_weight(q, grid)).reshape(len(q), -1).sum(1, dtype=np.int64)
@@ -352,7 +436,6 @@ class _Lowering:
             integer_bias[constant] = value / unit[constant]
         if reach.max(initial=0) >= _INT32_MAX:
             raise JobError(f"{name}: a sum of its products could overflow 32 bits")
-        op = type(layer).__name__.removeprefix("Parametrized")
         lowered = LoweredWeight(
             name, op, grid, scale, stored_weight(q, grid), sqnr, norm_name, tuple(int(c) for c in constant)
         )

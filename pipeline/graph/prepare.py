@@ -12,7 +12,7 @@ it: rounding would cost accuracy and save nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx, nn
@@ -22,16 +22,21 @@ from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.graph.batch_norm import foldable_norm
 from ul2q.pipeline.graph.capture import EXAMPLE_BATCH, Captured, copy_graph
+from ul2q.pipeline.graph.channel_affine import affine_source
 from ul2q.pipeline.graph.dynamic_axes import Axes
+from ul2q.pipeline.graph.operators.activation_chains import chain_of
 from ul2q.pipeline.graph.operators.clamps import clamp_range, is_relu
-from ul2q.pipeline.graph.operators.definition import WeightedOperator
+from ul2q.pipeline.graph.operators.definition import WeightedOperator, is_node
 from ul2q.pipeline.graph.operators.registry import (
     integer_operator,
     is_dropout,
+    is_ordered,
     moving_operator,
     weighted_operator,
 )
+from ul2q.pipeline.graph.operators.rescaling import rescaling
 from ul2q.pipeline.graph.rebuild import attribute, stack_path
+from ul2q.pipeline.graph.rewrite import constant_nodes, replace_by_chain, write_numbers
 from ul2q.pipeline.naming import matching, unused_name
 from ul2q.pipeline.quantize.fake import ActivationQuantizer, WeightQuantizer
 
@@ -83,7 +88,8 @@ class LayerPlan:
         parameters: elements of weight and bias.
         outputs: output elements for one sample, summed over the calls of the layer.
         quantized: whether its weight is quantised.
-        reason: why it is not, or why it runs in float all the same; None when it runs on integers.
+        reason: why it is not, or why it runs in float all the same; None when it runs on integers, as a layer
+            or as factors and shifts of channels.
         multiply_adds: of a convolution or linear layer for one sample, over all its calls; None for others.
         wbits: width of its quantised weight; None without one.
     """
@@ -100,7 +106,7 @@ class LayerPlan:
     @property
     def on_integers(self) -> bool:
         """Whether integer kernels run it."""
-        return self.quantized and self.reason is None
+        return self.reason is None
 
 
 @dataclass(frozen=True)
@@ -172,9 +178,13 @@ class _Preparation:
         self.float_results: list[FloatResult] = []
         # Sites become modules of the lowered graph, beside the layers that stay in float.
         self.names = set(self.modules) | set(dir(self.module))
-        self.constant = self._constant_nodes()
+        write_numbers(self.module)
+        self.constant = constant_nodes(self.graph)
         self.first = [node for node in self.graph.nodes if node.op == "placeholder"][-1].next
         self.coded: set[fx.Node] = set()  # nodes whose value lies on a grid of codes
+        self.planned: dict[str, list[fx.Node]] = {}  # what a plan is about
+        self.falling: set[fx.Node] = set()  # those whose values fall as their codes grow
+        self.clamped: set[fx.Node] = set()  # clamps that a rounding before them performs
         self.float_sites: dict[fx.Node, fx.Node] = {}  # float value -> its quantiser
 
     def run(self) -> Prepared:
@@ -186,6 +196,7 @@ class _Preparation:
         if self.config.abits == 8:
             for node in list(self.graph.nodes):
                 self._visit(node)
+            plans = [self._settled(plan) for plan in plans]
         self._quantize_weights()
         self.graph.lint()
         self.module.recompile()
@@ -201,16 +212,6 @@ class _Preparation:
             tuple(self.float_results),
             self.captured.dynamic,
         )
-
-    def _constant_nodes(self) -> set[fx.Node]:
-        """Return the nodes whose value does not depend on the input."""
-        constant: set[fx.Node] = set()
-        for node in self.graph.nodes:
-            if node.op == "get_attr" or (
-                node.all_input_nodes and all(i in constant for i in node.all_input_nodes)
-            ):
-                constant.add(node)
-        return constant
 
     # Weights
 
@@ -254,11 +255,19 @@ class _Preparation:
             if isinstance(key, str):
                 if list(self.modules[key].parameters(recurse=False)):
                     plans[key] = self._plan(key, layers[key])
+                    self.planned[key] = layers[key]
             elif new := [name for name in key if name not in counted]:
                 counted.update(new)
                 name = unused_name(self._owner(new, readers[key][0]), {*plans, *layers}, "__")
                 plans[name] = self._plan_of_parameters(name, new, readers[key])
+                self.planned[name] = readers[key]
         return list(plans.values())
+
+    def _settled(self, plan: LayerPlan) -> LayerPlan:
+        """Return ``plan`` once it is known which factors and shifts of channels run on integers."""
+        nodes = self.planned[plan.name]
+        scales = not plan.quantized and all(self._affine_source(node) in self.coded for node in nodes)
+        return replace(plan, reason=None) if scales else plan
 
     def _parameters(self, node: fx.Node) -> tuple[str, ...]:
         """Return the parameters that ``node`` computes with, as they are or after a change of their form.
@@ -311,34 +320,58 @@ class _Preparation:
     def _visit(self, node: fx.Node) -> None:
         if node in self.coded:
             return
-        if self._is_integer(node):
-            for source in operands(node):
-                if source not in self.coded:
+        chain = chain_of(node) if self._on_codes(node.all_input_nodes) else None
+        if chain is not None:
+            for part in replace_by_chain(self.graph, node, chain):
+                self._visit(part)
+        elif self._is_integer(node):
+            match = integer_operator(node)
+            refused = self.falling if match is not None and match[0].rising else set()
+            for source in self._operands(node):
+                if source not in self.coded or source in refused:
                     self._quantize_float(source, node)
             self._add_anchored_site(node)
-        elif self._moves(node) or self._is_code_relu(node):
+        elif self._keeps_codes(node):
             self.coded.add(node)
+            if (node.args[0] in self.falling) != ((rescaling(node) or 1) < 0):
+                self.falling.add(node)
 
     def _is_integer(self, node: fx.Node) -> bool:
+        if self._affine_source(node) in self.coded:
+            return True
         if node.op == "call_module":
             operator = self.weighted.get(str(node.target))
             return operator is not None and operator.on_integers and node.target not in self.excluded
-        if integer_operator(node) is None:
-            return False
-        sources = operands(node)
+        return integer_operator(node) is not None and self._on_codes(operands(node))
+
+    def _affine_source(self, node: fx.Node) -> fx.Node | None:
+        """Return the input of what multiplies or shifts channels, see `channel_affine`, or None."""
+        return affine_source(node, self.modules, self.constant)
+
+    def _operands(self, node: fx.Node) -> list[fx.Node]:
+        source = self._affine_source(node)
+        return operands(node) if source is None else [source]
+
+    def _on_codes(self, sources: Sequence[fx.Node]) -> bool:
+        """Return whether an operator of ``sources`` that has an integer kernel uses it."""
         # A constant keeps its float values: one 8-bit grid would blur, say, the factors of many channels.
         return any(s in self.coded for s in sources) and not any(s in self.constant for s in sources)
 
-    def _moves(self, node: fx.Node) -> bool:
-        return self._can_move(node) and bool(node.args) and node.args[0] in self.coded
+    def _keeps_codes(self, node: fx.Node) -> bool:
+        """Return whether ``node`` moves the codes of its input, changes their format, or clamps them.
+
+        A ReLU that is not fused is a maximum with the zero point; other clamps must have been performed.
+        """
+        source = node.args[0] if node.args else None
+        if source not in self.coded:
+            return False
+        if source in self.falling and (is_relu(node) or is_ordered(node)):
+            return False
+        return self._can_move(node) or is_relu(node) or node in self.clamped
 
     def _can_move(self, node: fx.Node) -> bool:
         dropout = node.op == "call_module" and is_dropout(self.modules[str(node.target)])
-        return dropout or moving_operator(node) is not None
-
-    def _is_code_relu(self, node: fx.Node) -> bool:
-        """Return a ReLU that is not fused: on codes it is a maximum with the zero point."""
-        return is_relu(node) and node.args[0] in self.coded
+        return dropout or moving_operator(node) is not None or rescaling(node) is not None
 
     def _fused_norm(self, node: fx.Node) -> fx.Node | None:
         """Return the batch norm that folds into the layer ``node``, or None."""
@@ -351,15 +384,31 @@ class _Preparation:
             result = FloatResult(self._site_name(anchor), anchor.name, norm.name if norm else None)
             self.float_results.append(result)
             return
-        clip = None
-        if len(end.users) == 1:
-            (user,) = end.users
-            clip = clamp_range(user)
-            end = user if clip is not None else end
+        clip, end = self._clamp_behind(end)
         quantizer = self._insert(end, self._site_name(anchor), clip, list(end.users))
         self.coded.update({anchor, end, quantizer} | ({norm} if norm else set()))
         site = self.sites.pop()
         self.sites.append(Site(site.name, site.node, anchor.name, norm.name if norm else None))
+
+    def _clamp_behind(self, end: fx.Node) -> tuple[tuple[float, float] | None, fx.Node]:
+        """Return the range to which the rounding of ``end`` clamps, and behind which node it stands.
+
+        A clamp behind products with positive numbers is performed before these.
+        """
+        node, factor = end, 1.0
+        while len(node.users) == 1:
+            (user,) = node.users
+            bounds = clamp_range(user)
+            if bounds is not None and node is end:
+                return bounds, user
+            if bounds is not None:
+                self.clamped.add(user)
+                return (bounds[0] / factor, bounds[1] / factor), end
+            further = rescaling(user)
+            if further is None or further < 0:
+                break
+            node, factor = user, factor * further
+        return None, end
 
     def _stays_float(self, anchor: fx.Node, end: fx.Node) -> bool:
         """Return whether the result ``end`` of the layer ``anchor`` is left in float."""
@@ -383,7 +432,9 @@ class _Preparation:
             return self._is_integer(node)
         if clamp_range(node) is not None:
             return True
-        return integer_operator(node) is not None and not any(s in self.constant for s in operands(node))
+        if integer_operator(node) is None and chain_of(node) is None:
+            return False
+        return not any(source in self.constant for source in node.all_input_nodes)
 
     def _quantize_float(self, source: fx.Node, consumer: fx.Node) -> None:
         """Quantise the float value ``source`` for all integer operators that read it."""
@@ -426,7 +477,7 @@ class _Preparation:
 def operands(node: fx.Node) -> list[fx.Node]:
     """Return the tensor operands of a layer or an integer operator, in order."""
     match = integer_operator(node)
-    return node.all_input_nodes[:1] if match is None else match[0].operands(node)
+    return node.all_input_nodes[:1] if match is None else list(filter(is_node, match[0].operands(node)))
 
 
 def node_name(node: fx.Node) -> str:

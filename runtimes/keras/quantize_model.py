@@ -22,7 +22,7 @@ from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.formats import keras_layout
 from ul2q.pipeline.formats.keras_graph import check_layout, functional, walk
-from ul2q.pipeline.graph.operators.activation_chains import CHAINS, expand
+from ul2q.pipeline.graph.operators.activation_chains import CHAINS, KERAS_NAMES, expand
 from ul2q.pipeline.naming import matching
 from ul2q.pipeline.quantize.grid import dequantize
 from ul2q.pipeline.quantize.rules.mu_l2q import MuL2Q
@@ -204,7 +204,8 @@ class _Cloning:
         """Return whether ``layer`` takes part in integer arithmetic where its input has codes."""
         if type(layer) in WEIGHTED_LAYERS or isinstance(layer, layers.SeparableConv2D):
             return not isinstance(layer, layers.Conv2DTranspose) and layer.name not in self.excluded
-        return _is_relu(layer) or _chain(layer) is not None or integer_operator(layer) is not None
+        known = _chain(layer) is not None or integer_operator(layer) is not None
+        return known or _is_relu(layer) or isinstance(layer, layers.Subtract)
 
     def _excluded(self, patterns: Sequence[str]) -> set[str]:
         names = [
@@ -248,13 +249,18 @@ class _Cloning:
 
     def _is_integer(self, layer: Any, signals: list[_Signal]) -> bool:
         """Return whether ``layer`` runs on integers: an operator of the registry that reads a code."""
-        return integer_operator(layer) is not None and any(s.coded for s in signals)
+        known = integer_operator(layer) is not None or isinstance(layer, layers.Subtract)
+        return known and any(s.coded for s in signals)
 
     def _expanded(self, layer: Any, chain: Any, signal: _Signal) -> _Signal:
         """Return the signal behind an activation that is a chain of integer operators."""
 
-        def apply(name: str, *operands: _Signal) -> _Signal:
+        def apply(name: str, *operands: Any) -> _Signal:
             full = f"{layer.name}_{name}"
+            if name == "clamp":
+                return self._clamped(layer, *operands)
+            if isinstance(operands[-1], int | float):
+                return self._with_number(layer, name, *operands)
             tensors = [self._for_integer(operand).tensor for operand in operands]
             rank = len(tensors[0].shape)
             form = self._once(layer, name, lambda own: KERAS_FORMS[name].trainable({}, rank, own))
@@ -262,6 +268,21 @@ class _Cloning:
             return _Signal(tensor, anchor=full, source=full, open_to=("relu",))
 
         return cast(_Signal, expand(chain, signal, apply))
+
+    def _with_number(self, layer: Any, name: str, signal: _Signal, number: float) -> _Signal:
+        """Return the sum or product of ``signal`` and a number."""
+        x = self._for_integer(signal)
+        if name == "mul":
+            scale = self._once(layer, "scale", lambda own: layers.Rescaling(number, name=own))
+            return _Signal(scale(x.tensor), coded=True, source=f"{layer.name}_scale")
+        add = self._once(layer, name, lambda own: layers.Rescaling(1.0, number, name=own))
+        full = f"{layer.name}_{name}"
+        return _Signal(add(x.tensor), anchor=full, source=full)
+
+    def _clamped(self, layer: Any, signal: _Signal, low: float, high: float) -> _Signal:
+        """Return ``signal``, a result that is still to be rounded, clamped by its rounding from 0 on."""
+        clamp = self._once(layer, "clamp", lambda own: layers.ReLU(high, name=own))
+        return _Signal(clamp(signal.tensor), anchor=signal.anchor, source=signal.source, clip=(low, high))
 
     def _fused(self, layer: Any, signal: _Signal) -> _Signal | None:
         """Return the signal behind a batch norm or ReLU that belongs to the integer layer before it."""
@@ -405,7 +426,7 @@ class _Cloning:
 def _chain(layer: Any) -> Any:
     """Return the chain of operators that ``layer`` stands for, or None."""
     for name, chain in CHAINS.items():
-        if activation_is(name, layer):
+        if activation_is(KERAS_NAMES.get(name, name), layer):
             return chain
     return None
 

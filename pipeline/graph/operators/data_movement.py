@@ -54,8 +54,8 @@ OPERATORS = (
             "aten.upsample_nearest2d.vec",
         )
     ),
-    MovingOperator(targets=("aten.max_pool2d.default",), on_codes=_max_pool2d),
-    MovingOperator(targets=("aten.max_pool1d.default",), on_codes=_max_pool1d),
+    MovingOperator(targets=("aten.max_pool2d.default",), ordered=True, on_codes=_max_pool2d),
+    MovingOperator(targets=("aten.max_pool1d.default",), ordered=True, on_codes=_max_pool1d),
     MovingOperator(
         targets=("aten.constant_pad_nd.default", "aten.pad.default"),
         recognise=_pads_with_zeros,

@@ -18,7 +18,10 @@ Call = Callable[..., Any]
 
 
 class CodeFormat(NamedTuple):
-    """How codes stand for real numbers: scale·(code − zero_point)."""
+    """How codes stand for real numbers: scale·(code − zero_point).
+
+    The scale is negative behind a product with a negative number: then larger codes are smaller numbers.
+    """
 
     scale: float
     zero_point: int
@@ -107,9 +110,10 @@ class IntegerOperator:
         parameter_types: type of each parameter of the kernel in torch's schema language.
         onnx_attributes: (ONNX attribute, its default) for each parameter that is one.
         recognise: parameters of a node with one of ``targets``; None where the node is no such operator.
-        operands: tensor operands of a node, in order.
+        operands: operands of a node, in order: nodes, and numbers that have one code.
         finish: (value, **parameters) -> value, what follows the kernel and only changes the shape.
         swaps: (shape, shape) -> whether the runtime swaps its two operands, which may round otherwise.
+        rising: whether the runtime takes positive scales only.
     """
 
     name: str
@@ -122,9 +126,10 @@ class IntegerOperator:
     parameter_types: Mapping[str, str] = field(default_factory=dict)
     onnx_attributes: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
     recognise: Callable[[Node], Parameters | None] = _no_parameters
-    operands: Callable[[Node], list[Node]] = first_operand
+    operands: Callable[[Node], list[Any]] = first_operand
     finish: Callable[..., Any] = _as_computed
     swaps: Callable[[Sequence[Any], Sequence[Any]], bool] = _never
+    rising: bool = False
 
     def kernel_parameters(self, parameters: Mapping[str, Any]) -> Parameters:
         """Return those of ``parameters`` that the kernel takes, in the order of its schema."""
@@ -176,6 +181,7 @@ class MovingOperator:
     Attributes:
         targets: names of the aten operators.
         view: whether its result takes no memory of its own.
+        ordered: whether it selects by size, so that codes must grow with what they stand for.
         recognise: whether a node with one of ``targets`` is one.
         on_codes: (call, codes, zero_point, *arguments) -> codes, where the aten operator itself does not
             take codes, or takes other arguments; None to call it as it is.
@@ -183,5 +189,6 @@ class MovingOperator:
 
     targets: tuple[str, ...]
     view: bool = False
+    ordered: bool = False
     recognise: Callable[[Node], bool] = lambda node: True  # noqa: ARG005
     on_codes: Callable[..., Any] | None = None

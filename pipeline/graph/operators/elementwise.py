@@ -19,6 +19,7 @@ from ul2q.pipeline.graph.operators.definition import (
     Table,
     is_float,
     is_node,
+    target_name,
 )
 from ul2q.pipeline.quantize import arithmetic
 
@@ -84,28 +85,49 @@ def _unary(*, function: Callable[..., Any], **definition: Any) -> IntegerOperato
     return IntegerOperator(reference=_look_up(table), table=table, **definition)
 
 
+def _is_tensor(operand: Any) -> bool:
+    return is_node(operand) and operand.op != "get_attr" and is_float(operand)
+
+
 def _two_tensors(node: Node) -> Parameters | None:
-    tensors = all(is_node(a) and a.op != "get_attr" and is_float(a) for a in node.args[:2])
-    return {} if tensors and not node.kwargs and len(node.args) == 2 else None
+    return {} if not node.kwargs and len(node.args) == 2 and all(map(_is_tensor, node.args)) else None
 
 
-def _two_operands(node: Node) -> list[Node]:
+def _terms(node: Node) -> Parameters | None:
+    """Return the parameters of a sum of two tensors, or of a tensor and one number."""
+    if node.kwargs or len(node.args) != 2 or not any(map(_is_tensor, node.args)):
+        return None
+    return {} if all(_is_tensor(a) or one_code(a) is not None for a in node.args) else None
+
+
+def one_code(operand: Any) -> tuple[int, CodeFormat] | None:
+    """Return a code and the format in which it is exactly the number ``operand``, or None."""
+    number = isinstance(operand, int | float) and not isinstance(operand, bool)
+    if not number or not np.isfinite(np.float32(operand)):
+        return None
+    scale = abs(float(np.float32(operand)))
+    return (1, CodeFormat(scale or 1.0, 0 if operand else 1)) if operand >= 0 else (0, CodeFormat(scale, 1))
+
+
+def _two_operands(node: Node) -> list[Any]:
     return list(node.args[:2])
 
 
 def _slope(node: Node) -> Parameters:
+    if target_name(node) == "aten.abs.default":
+        return {"slope": -1.0}
     return {"slope": float(node.args[1]) if len(node.args) > 1 else 0.01}
 
 
 ADD = IntegerOperator(
     name="add",
-    targets=("aten.add.Tensor",),
+    targets=("aten.add.Tensor", "aten.add.Scalar"),
     onnx_type="Add",
     reference=_add,
     table=_add_table,
     float_form=lambda call, a, b: call("aten.add.Tensor", a, b),
     examples=(Example((_SHAPE, _SHAPE)), Example(((2, 3, 1, 1), _SHAPE)), Example((_SHAPE, (2, 3, 4, 1)))),
-    recognise=_two_tensors,
+    recognise=_terms,
     operands=_two_operands,
     swaps=broadcasts_innermost,
 )
@@ -133,11 +155,11 @@ SIGMOID = _unary(
 
 LEAKY_RELU = _unary(
     name="leaky_relu",
-    targets=("aten.leaky_relu.default",),
+    targets=("aten.leaky_relu.default", "aten.abs.default"),
     onnx_type="LeakyRelu",
     function=lambda x, slope: arithmetic.leaky_relu(x, slope),
     float_form=lambda call, x, slope: call("aten.leaky_relu.default", x, slope),
-    examples=(Example((_SHAPE,), {"slope": 0.2}),),
+    examples=(Example((_SHAPE,), {"slope": 0.2}), Example((_SHAPE,), {"slope": -1.0})),
     parameter_types={"slope": "float"},
     onnx_attributes={"slope": ("alpha", 0.01)},
     recognise=_slope,

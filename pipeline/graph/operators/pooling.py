@@ -59,6 +59,7 @@ GLOBAL_AVERAGE_POOL = IntegerOperator(
     examples=(Example(((2, 3, 4, 5),), {"keep_dims": True}), Example(((2, 3, 7),), {"keep_dims": True})),
     recognise=_all_positions,
     finish=_without_positions,
+    rising=True,
 )
 
 

@@ -49,6 +49,12 @@ def moving_operator(node: Node) -> MovingOperator | None:
     return operator if operator is not None and operator.recognise(node) else None
 
 
+def is_ordered(node: Node) -> bool:
+    """Return whether ``node`` moves elements by their size."""
+    operator = moving_operator(node)
+    return operator is not None and operator.ordered
+
+
 def is_dropout(module: Any) -> bool:
     """Return whether ``module`` is a dropout, which does nothing once a network is trained."""
     return is_torch_layer(module, data_movement.DROPOUT_LAYERS)

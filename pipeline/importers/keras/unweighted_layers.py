@@ -52,12 +52,15 @@ def _function(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[
     (ref,) = refs
     kind = type(layer).__name__
     if kind == "ReLU":
-        plain = not layer.threshold and layer.max_value in (None, 6)
-        if not plain or (layer.negative_slope and layer.max_value is not None):
-            raise UsageError(f"{layer.name}: a ReLU up to {layer.max_value} has no ONNX form here")
+        if layer.threshold or (layer.negative_slope and layer.max_value is not None):
+            raise UsageError(
+                f"{layer.name}: a ReLU with a threshold, or with a slope and a maximum, is unknown"
+            )
         if layer.negative_slope:
             return _elementwise(translator, layer, ref, nn.LeakyReLU(layer.negative_slope))
-        return _elementwise(translator, layer, ref, nn.ReLU() if layer.max_value is None else nn.ReLU6())
+        if layer.max_value in (None, 6):
+            return _elementwise(translator, layer, ref, nn.ReLU() if layer.max_value is None else nn.ReLU6())
+        return _elementwise(translator, layer, ref, nn.Hardtanh(0.0, float(layer.max_value)))
     if kind in ("LeakyReLU", "LeakyRelu"):
         return _elementwise(translator, layer, ref, nn.LeakyReLU(layer.negative_slope))
     if kind == "ELU":
@@ -201,10 +204,21 @@ def _resize(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[An
 def _scaled(
     translator: Translator, layer: Any, ref: Ref, shape: tuple[Any, ...], scale: Any, offset: Any
 ) -> Ref:
-    factors = [torch.tensor(np.asarray(v, np.float32)) for v in (scale, offset)]
-    if ref.flat is None and len(shape) > 2:
-        factors = [f.reshape(-1, *[1] * (len(shape) - 2)) if f.ndim else f for f in factors]
-    return _elementwise(translator, layer, ref, Function(lambda x: x * factors[0] + factors[1]))
+    rank = len(shape) if ref.flat is None else 2
+    factor, shift = (_by_channel(np.asarray(v, np.float32), rank) for v in (scale, offset))
+
+    def rescale(x: Tensor) -> Tensor:
+        x = x if np.array_equal(scale, np.ones_like(scale)) else x * factor
+        return x + shift if np.any(offset) else x
+
+    return _elementwise(translator, layer, ref, Function(rescale))
+
+
+def _by_channel(values: Any, rank: int) -> Any:
+    """Return one number, or numbers [C] that broadcast against [N, C, …] of ``rank`` axes."""
+    if values.ndim == 0:
+        return float(values)
+    return torch.tensor(values).reshape(-1, *[1] * (rank - 2))
 
 
 #: by the name of the Keras class

@@ -87,20 +87,52 @@ class FrozenOperator(keras.layers.Layer):
 
 
 class _Pair(FrozenOperator):
-    """An operator on two inputs that broadcast, by its table over all pairs of codes."""
+    """An operator on two inputs that broadcast, by its table over all pairs of codes.
+
+    Args:
+        code: code of the second operand where that is one number and no input; its format is the last of
+            ``sources``.
+        arguments: see `FrozenOperator`.
+    """
 
     operator: ClassVar[str]
 
-    def call(self, inputs: Sequence[Tensor]) -> Tensor:
-        """Return the result for two ``inputs``."""
-        first, second = (self._codes(i, x) for i, x in enumerate(inputs))
+    def __init__(self, code: int | None = None, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.code = None if code is None else int(code)
+
+    def call(self, inputs: Any) -> Tensor:
+        """Return the result for two ``inputs``, or for one and the number."""
         table = _table(self.operator)(self.sources, self.out)
+        if self.code is not None:
+            return integers.lookup(table[:, self.code], self._codes(0, inputs), self.out, self.out_scale)
+        first, second = (self._codes(i, x) for i, x in enumerate(inputs))
         return integers.lookup(table, first * 256.0 + second, self.out, self.out_scale)
 
-    def compute_output_shape(self, input_shape: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
+    def compute_output_shape(self, input_shape: Any) -> tuple[Any, ...]:
         """Return the shape that the two broadcast to."""
+        if self.code is not None:
+            return tuple(input_shape)
         a, b = input_shape
         return (a[0], *np.broadcast_shapes(tuple(a[1:]), tuple(b[1:])))
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments of the constructor as plain types."""
+        return super().get_config() | ({} if self.code is None else {"code": self.code})
+
+
+@keras.saving.register_keras_serializable(PACKAGE)
+class UL2QRescale(FrozenOperator):
+    """The same codes in another format: the product of a quantised tensor with one number."""
+
+    def call(self, inputs: Tensor) -> Tensor:
+        """Return what the codes of ``inputs`` stand for in the format of the output."""
+        steps = self._codes(0, inputs) - float(self.out.zero_point)
+        return steps * self.out_scale
+
+    def compute_output_shape(self, input_shape: Sequence[Any]) -> tuple[Any, ...]:
+        """Return ``input_shape``."""
+        return tuple(input_shape)
 
 
 @keras.saving.register_keras_serializable(PACKAGE)

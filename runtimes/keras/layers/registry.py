@@ -70,7 +70,7 @@ def _kind(*names: str) -> Callable[[Any], Parameters | None]:
 def activation_is(name: str, layer: Any) -> bool:
     """Return whether ``layer`` is ``keras.activations.<name>``, as a layer or as an operation."""
     if isinstance(layer, layers.Activation):
-        return layer.activation is getattr(keras.activations, name)
+        return layer.activation is getattr(keras.activations, name, None)
     return type(layer).__name__.lower() == name.replace("_", "")
 
 
@@ -90,6 +90,13 @@ def _leaky_slope(layer: Any) -> Parameters | None:
     if not activation_is("leaky_relu", layer):
         return None
     return {"slope": float(getattr(layer, "negative_slope", 0.2))}
+
+
+def _leaky_relu(parameters: Mapping[str, Any], rank: int, name: str) -> Callable[[Any], Any]:
+    slope = parameters["slope"]
+    if slope >= 0:
+        return layers.LeakyReLU(negative_slope=slope, name=name)
+    return lambda x: keras.ops.leaky_relu(x, negative_slope=slope)  # the layer takes no negative one
 
 
 def _average(parameters: Mapping[str, Any], rank: int, name: str) -> Callable[[Any], Any]:
@@ -165,7 +172,7 @@ KERAS_FORMS: dict[str, KerasForm] = {
     ),
     "leaky_relu": KerasForm(
         _function("leaky_relu"),
-        lambda parameters, rank, name: layers.LeakyReLU(negative_slope=parameters["slope"], name=name),
+        _leaky_relu,
         _leaky_slope,
     ),
 }

@@ -83,17 +83,17 @@ def test_a_value_that_is_read_before_the_clamp_is_rounded_before_it() -> None:
     }  # fmt: skip
 
 
-def test_a_batch_norm_whose_layer_is_read_elsewhere_stays_in_float() -> None:
+def test_a_batch_norm_whose_layer_is_read_elsewhere_has_a_site_of_its_own() -> None:
     def run(s: Any, x: Tensor) -> Tensor:
         y = s.a(x)
         return s.b(s.norm(y)) + y
 
     result = prepared(run, "a b", norm=nn.BatchNorm2d(4))
     assert sites(result) == {
-        "inputs_0": "inputs_0", "a": "a", "norm.output": "norm", "b": "b", "add": "add.Tensor",
+        "inputs_0": "inputs_0", "a": "a", "norm": "norm", "b": "b", "add": "add.Tensor",
     }  # fmt: skip
     plan = {layer.name: (layer.quantized, layer.reason) for layer in result.layers}
-    assert plan["norm"] == (False, "BatchNorm2d stands behind no quantised layer that could absorb it")
+    assert plan["norm"] == (False, None)  # on integers, with its parameters as they are
 
 
 def test_integer_operators_have_sites_and_moving_ones_have_none() -> None:
@@ -123,24 +123,52 @@ def test_an_activation_that_is_a_chain_has_a_site_for_each_part() -> None:
 
 def test_float_values_are_rounded_once_and_only_where_integers_read_them() -> None:
     def run(s: Any, x: Tensor) -> Tensor:
-        y = F.hardswish(s.a(x))  # float between two sites
+        y = F.softplus(s.a(x))  # float between two sites
         y = y + s.b(y) + s.c(y)
         return torch.tanh(y)  # read by nothing: no site behind it
 
     result = prepared(run, "a b c")
     assert sites(result) == {
-        "inputs_0": "inputs_0", "a": "a", "hardswish": "hardswish", "b": "b", "add": "add.Tensor", "c": "c",
+        "inputs_0": "inputs_0", "a": "a", "softplus": "softplus", "b": "b", "add": "add.Tensor", "c": "c",
         "add__2": "add.Tensor",
     }  # fmt: skip
 
 
 @pytest.mark.case("constant-branch", outcome="float")
 def test_constants_are_not_quantised_as_activations() -> None:
+    """Factors and shifts of channels go into the scales of a layer, others stay in float."""
+
     def run(s: Any, x: Tensor) -> Tensor:
         return s.a(x) * s.gain.exp().unsqueeze(1) + s.gain[:, None]
 
     result = prepared(run, "a", gain=nn.Parameter(torch.ones(4, 1)))
+    expected = {"inputs_0": "inputs_0", "a": "a", "mul": "mul.Tensor", "add": "add.Tensor"}
+    assert sites(result) == expected
+    assert {layer.name: layer.reason for layer in result.layers} == {"a": None, "gain": None}
+    result = prepared(run, "a", gain=nn.Parameter(torch.ones(4, 6)))
     assert sites(result) == {"inputs_0": "inputs_0", "a": "a"}
+    assert [layer.reason for layer in result.layers] == [None, "mul uses its parameters in float"]
+
+
+def test_products_with_numbers_and_clamps_behind_them_have_no_sites() -> None:
+    def run(s: Any, x: Tensor) -> Tensor:
+        y = s.a(x)
+        return s.b((y + 3).div(6).clamp(0, 1) * 0.5 - y)
+
+    result = prepared(run, "a b")
+    assert sites(result) == {
+        "inputs_0": "inputs_0", "a": "a", "add": "add.Tensor", "add__2": "add.Tensor", "b": "b"
+    }  # fmt: skip
+    assert clips(result) == {"inputs_0": None, "a": None, "add": (0, 6), "add__2": None, "b": None}
+
+
+def test_what_selects_by_size_does_not_read_codes_that_fall() -> None:
+    def run(s: Any, x: Tensor) -> Tensor:
+        y = -s.a(x)
+        return s.b(F.max_pool2d(y, 2)), s.b(F.relu(y)), y.mean((2, 3))
+
+    result = prepared(run, "a b")
+    assert {"max_pool2d", "relu", "neg"} <= sites(result).keys()  # as float values, or rounded once more
 
 
 def test_names_of_sites_do_not_hide_layers_or_each_other() -> None:

@@ -168,6 +168,62 @@ def branch(name: str, op: str) -> Any:
     )
 
 
+def test_constants_behind_a_convolution_fold_into_it(tmp_path: Path) -> None:
+    """As Paddle writes biases and learnt factors: not where another operator reads the convolution."""
+    constants = {
+        "w": weights(4, 4, 3, 3), "b": weights(1, 4, 1, 1), "s": weights(1), "t": weights(4, 1, 1),
+        "v": weights(4, 4, 1, 1),
+    }  # fmt: skip
+    nodes = [
+        node("Conv", "x w", "a", pads=[1, 1, 1, 1]), node("Add", "a b", "c"), node("Mul", "s c", "d"),
+        node("Div", "d t", "e"), node("Sub", "e s", "f"), node("Relu", "f", "g"),
+        node("Conv", "g v", "h"), node("Mul", "h s", "i"), node("Add", "h i"),
+    ]  # fmt: skip
+    graph = agrees(write(tmp_path / "m.onnx", nodes, **constants))
+    assert [str(n.target) for n in graph.graph.nodes if n.op == "call_function"] == [
+        "aten.relu.default", "aten.mul.Tensor", "aten.add.Tensor"
+    ]  # fmt: skip
+    biases = [m.bias is not None for m in graph.modules() if isinstance(m, nn.Conv2d)]
+    assert biases == [True, False]
+
+
+#: activations as exporters write them out, from u to z
+WRITTEN_OUT = {
+    "hard swish": [
+        node("Add", "u three", "a"), node("Clip", "a zero six", "c"), node("Mul", "u c", "m"),
+        node("Div", "m six", "z"),
+    ],
+    "hard swish, divided first": [
+        node("Add", "u three", "a"), node("Clip", "a zero six", "c"), node("Div", "c six", "d"),
+        node("Mul", "u d", "z"),
+    ],
+    "hard sigmoid": [node("HardSigmoid", "u", "z", alpha=1 / 6)],
+    "hard sigmoid of Keras": [node("HardSigmoid", "u", "z")],
+    "hard swish as one": [node("HardSwish", "u", "z")],
+    "silu": [node("Sigmoid", "u", "s"), node("Mul", "u s", "z")],
+    "gate": [
+        node("ReduceMean", "u axes", "p", keepdims=1), node("HardSigmoid", "p", "g", alpha=0.2),
+        node("Mul", "u g", "z"),
+    ],
+    "affine": [node("Mul", "one u", "m"), node("Add", "m one", "z")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITTEN_OUT)
+def test_activations_that_are_written_out_run_on_integers(name: str, tmp_path: Path, deploy: Any) -> None:
+    ends = [node("Conv", "x w b", "u", pads=[1, 1, 1, 1]), node("Conv", "z w b", pads=[1, 1, 1, 1])]
+    nodes = [ends[0], *WRITTEN_OUT[name], ends[1]]
+    constants = {
+        "w": weights(4, 4, 3, 3), "b": weights(4), "three": np.float32(3), "zero": np.float32(0),
+        "six": np.float32(6), "one": np.float32([0.7]), "axes": np.array([2, 3]),
+    }  # fmt: skip
+    used = {value for n in nodes for value in n.input}
+    path = write(tmp_path / "m.onnx", nodes, **{k: v for k, v in constants.items() if k in used})
+    deployed = deploy(load_onnx(path).model, [torch.randn(5, 4, 6, 6)], wbits=7)
+    assert deployed.lowered.float_operators == ()
+    assert deployed.verify().differing_codes == 0
+
+
 @pytest.mark.parametrize("condition", [True, False])
 def test_a_branch_that_a_constant_chooses_is_taken(condition: bool, tmp_path: Path) -> None:
     branches = {"then_branch": branch("t", "Relu"), "else_branch": branch("e", "Neg")}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,11 +16,14 @@ pytest.importorskip("keras", reason="Keras is not installed: pip install 'ul2q[k
 import keras
 
 from ul2q.exporters.onnx.operator_translations import ONNX_FORMS, TRANSLATIONS, WEIGHTED_FORMS
+from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.graph.capture import capture, quiet
 from ul2q.pipeline.graph.integer_modules import IntegerFunction
-from ul2q.pipeline.graph.operators.activation_chains import CHAINS, expand
+from ul2q.pipeline.graph.lower import lower
+from ul2q.pipeline.graph.operators.activation_chains import CHAINS, WITHOUT_CHAIN, expand
 from ul2q.pipeline.graph.operators.definition import CodeFormat, Example, IntegerOperator
 from ul2q.pipeline.graph.operators.registry import INTEGER_OPERATORS, WEIGHTED_OPERATORS, integer_operator
+from ul2q.pipeline.graph.prepare import prepare
 from ul2q.pipeline.graph.torch_kernels import call_torch
 from ul2q.runtimes import onnxruntime as runtime
 from ul2q.runtimes.keras.codes import channels_first, channels_last
@@ -40,6 +45,20 @@ def draw(example: Example, seed: int) -> tuple[list[np.ndarray], list[CodeFormat
         CodeFormat(float(s), int(z)) for s, z in zip(scales, rng.integers(100, 156, len(scales)), strict=True)
     ]
     return codes, formats[:-1], formats[-1]
+
+
+def test_the_page_of_the_operators_is_up_to_date() -> None:
+    page = runpy.run_path(str(Path(__file__).parents[2] / "operators_table.py"))
+    assert page["main"](["--check"]) == 0, "python tests/operators_table.py"
+
+
+def test_no_activation_is_listed_as_float_that_is_a_chain() -> None:
+    names = {
+        target.removeprefix("aten.").removesuffix(".default")
+        for op in INTEGER_OPERATORS.values()
+        for target in op.targets
+    }
+    assert not WITHOUT_CHAIN.keys() & (CHAINS.keys() | names)
 
 
 def test_no_form_is_missing() -> None:
@@ -144,19 +163,30 @@ def test_a_captured_network_is_recognised(operator: IntegerOperator, example: Ex
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_chains_compute_the_activation(name: str) -> None:
+    function = getattr(torch.nn.functional, name, None) or getattr(torch, name)
+
+    def apply(part: str, *operands: Any) -> Any:
+        if part == "clamp":
+            return torch.clamp(*operands)
+        return INTEGER_OPERATORS[part].float_form(call_torch, *operands)
+
     x = torch.linspace(-8, 8, 1001)
-    value = expand(
-        CHAINS[name], x, lambda part, *operands: INTEGER_OPERATORS[part].float_form(call_torch, *operands)
-    )
-    torch.testing.assert_close(value, getattr(torch.nn.functional, name)(x))
-    graph = capture(nn.Sequential(nn.Linear(3, 3), Activation(name)), [torch.rand(2, 3)]).module.graph
-    assert f"aten.{name}.default" not in [str(node.target) for node in graph.nodes]
+    torch.testing.assert_close(expand(CHAINS[name], x, apply), function(x))
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_chains_run_on_integers_where_the_input_has_codes(name: str) -> None:
+    function = getattr(torch.nn.functional, name, None) or getattr(torch, name)
+    network = nn.Sequential(nn.Linear(3, 3), Activation(function), nn.Linear(3, 2), Activation(function))
+    prepared = prepare(capture(network, [torch.rand(2, 3)]), QuantConfig(wbits=4))
+    assert f"aten.{name}.default" not in [str(node.target) for node in prepared.module.graph.nodes]
+    assert lower(prepared).float_operators == ()
 
 
 class Activation(nn.Module):
-    def __init__(self, name: str) -> None:
+    def __init__(self, function: Any) -> None:
         super().__init__()
-        self.function = getattr(torch.nn.functional, name)
+        self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
         value: Tensor = self.function(x)

@@ -16,7 +16,7 @@ from keras import layers
 
 from ul2q.exporters.keras.to_onnx import to_onnx
 from ul2q.pipeline.errors import UsageError
-from ul2q.pipeline.graph.operators.activation_chains import CHAINS
+from ul2q.pipeline.graph.operators.activation_chains import CHAINS, KERAS_NAMES
 from ul2q.runtimes import onnxruntime as runtime
 from ul2q.runtimes.keras import EMAQuantizer, calibrate, load_onnx, quantize_model
 from ul2q.runtimes.keras.codes import channels_first
@@ -24,7 +24,9 @@ from ul2q.runtimes.keras.layers.registry import KERAS_FORMS
 
 IMAGES, ROWS = (8, 8, 2), (6,)
 #: activations that run on integers: operators of one value, chains, and what rounding itself performs
-ACTIVATIONS = [name for name in (*KERAS_FORMS, *CHAINS) if hasattr(keras.activations, name)] + [
+ACTIVATIONS = [
+    *(name for name in KERAS_FORMS if hasattr(keras.activations, name)),
+    *(known for name in CHAINS if hasattr(keras.activations, known := KERAS_NAMES.get(name, name))),
     "relu",
     "relu6",
 ]
@@ -47,7 +49,7 @@ HOW = ("a layer", "an argument", "an operation")
 
 @pytest.mark.parametrize(("name", "how"), [(name, HOW[i % 3]) for i, name in enumerate(ACTIVATIONS * 2)][:7])
 def test_a_model_with_the_activation_inside_and_at_its_end(name: str, how: str, tmp_path: Path) -> None:
-    assert {"sigmoid", "leaky_relu", "silu"} <= set(ACTIVATIONS)
+    assert {"sigmoid", "leaky_relu", "silu", "hard_silu"} <= set(ACTIVATIONS)
     keras.utils.set_random_seed(0)
     activation = name if how == "an argument" else None
 

@@ -7,17 +7,23 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from keras import layers
+
 from ul2q.pipeline.graph.operators.definition import CodeFormat, IntegerOperator, Parameters
 from ul2q.pipeline.graph.operators.registry import INTEGER_OPERATORS
 from ul2q.runtimes.keras.layers.registry import KERAS_FORMS
 from ul2q.runtimes.keras.load.conversion import Conversion, Handler, Value, refuse
-from ul2q.runtimes.keras.load.network import Operator
+from ul2q.runtimes.keras.load.network import Integers, Operator
 from ul2q.runtimes.keras.load.operators.functions import rescale
 
 
 def _convert(definition: IntegerOperator, conversion: Conversion, operator: Operator) -> None:
     """Add the Keras form of an operator of the registry."""
-    if any(name in conversion.network.constants for name in _operand_names(definition, operator)):
+    constants = [conversion.network.constants.get(name) for name in _operand_names(definition, operator)]
+    if any(isinstance(constant, Integers) for constant in constants):
+        _with_number(definition, conversion, operator)
+        return
+    if any(constant is not None for constant in constants):
         rescale(conversion, operator)
         return
     form, values = KERAS_FORMS[definition.name], _operands(definition, conversion, operator)
@@ -31,6 +37,23 @@ def _convert(definition: IntegerOperator, conversion: Conversion, operator: Oper
     tensors = [value.tensor for value in values]
     result = layer(tensors if len(tensors) > 1 else tensors[0])
     conversion.finish(operator, result, quantized, values[0].flat)
+
+
+def _with_number(definition: IntegerOperator, conversion: Conversion, operator: Operator) -> None:
+    """Add the Keras form of an operator whose second operand is one code of the file."""  # noqa: DOC501
+    number, value = conversion.constant(operator, 1), conversion.comparable(conversion.value(operator))
+    if not isinstance(number, Integers) or number.stored.size != 1 or number.scale is None:
+        raise refuse(conversion, operator, "with a constant of several codes")
+    source = CodeFormat(float(number.scale[0]), number.zero_point)
+    code = int(number.stored.reshape(()))
+    quantized, arguments = _rounding(conversion, operator, [value])
+    if arguments is not None:
+        arguments["sources"] = [*arguments["sources"], source]
+        layer: Any = KERAS_FORMS[definition.name].frozen({}, value.rank, code=code, **arguments)
+    else:
+        real = source.scale * (code - source.zero_point)
+        layer = layers.Rescaling(1.0, real, name=conversion.unique(operator.layer))
+    conversion.finish(operator, layer(value.tensor), quantized, value.flat)
 
 
 def _operand_names(definition: IntegerOperator, operator: Operator) -> Sequence[str]:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ul2q.pipeline.formats import keras_layout as layout
 from ul2q.runtimes.keras import integers
+from ul2q.runtimes.keras.layers.frozen import UL2QRescale
 from ul2q.runtimes.keras.layers.registry import pairs
 from ul2q.runtimes.keras.layers.weighted import (
     UL2QConv1D,
@@ -34,10 +35,16 @@ def _quantize(conversion: Conversion, operator: Operator) -> None:
 
 
 def _dequantize(conversion: Conversion, operator: Operator) -> None:
-    value = conversion.value(operator)
-    conversion.values[operator.outputs[0]] = replace(
-        value, format=conversion.format_of(operator), coded=False
-    )
+    value, out = conversion.value(operator), conversion.format_of(operator)
+    if value.format is not None and value.format != out:
+        name = conversion.unique(f"{value.tensor._keras_history.operation.name}_rescaled")
+        layer = (
+            layers.Rescaling(float(np.float32(out.scale / value.format.scale)), name=name)
+            if conversion.trainable
+            else UL2QRescale(sources=[value.format], out=out, name=name, dtype="float32")
+        )
+        value = replace(value, tensor=layer(value.tensor))
+    conversion.values[operator.outputs[0]] = replace(value, format=out, coded=False)
 
 
 def _stored(conversion: Conversion, weight: Weight) -> dict[str, Any]:
