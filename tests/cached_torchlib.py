@@ -2,8 +2,8 @@
 
     python tests/cached_torchlib.py SCRIPT ARGUMENT...
 
-torch.onnx builds them anew for each export, which takes longer than to export a small network. SCRIPT runs with
-tables that are built once.
+torch.onnx builds them anew for each export, which takes longer than to export a small network. SCRIPT runs
+with tables that are built once.
 """
 
 from __future__ import annotations

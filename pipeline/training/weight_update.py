@@ -29,7 +29,7 @@ def without_compiler() -> None:
     for function in vars(torch.optim.Optimizer).values():
         plain = getattr(function, "__wrapped__", None)
         if plain is not None:
-            setattr(plain, "__dynamo_disable", plain)  # noqa: B010  (in a class the name would be mangled)
+            setattr(plain, "__dynamo_disable", plain)
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig, settings: Settings) -> torch.optim.Optimizer:

@@ -300,11 +300,11 @@ def test_a_keras_model_goes_to_a_two_bit_file(tmp_path: Path) -> None:
     assert all(np.array_equal(a, numpy(b)) for a, b in zip(before, model.weights, strict=True))
     adam = keras.optimizers.Adam(3e-3)
     adam.build(quantised.trainable_variables)  # what makes variables is traced twice
-    quantised.compile(adam, "sparse_categorical_crossentropy", metrics=["accuracy"])
+    quantised.compile(adam, "sparse_categorical_crossentropy")
     # Whole batches, as each shape of a batch is traced anew.
     quantised.fit(x[:1400], y[:1400], epochs=3, batch_size=50, verbose=0,
                   callbacks=[keras.callbacks.TerminateOnNaN()])  # fmt: skip
-    accuracy = quantised.evaluate(x[1400:], y[1400:], batch_size=397, verbose=0)[1]
+    accuracy = (numpy(quantised(x[1400:])).argmax(1) == y[1400:]).mean()
     assert accuracy > 0.5  # it learns: by chance it would be 0.1
     exported = to_onnx(quantised, tmp_path / "model.onnx")
     images = channels_first(x)
