@@ -52,6 +52,7 @@ bench: $(READY) ## Measure every width, and compare with peers on real digits; b
 docs: $(READY) ## Write the tables of docs/inputs.md and docs/architecture.md, and the API reference to build/docs
 	$(BIN)/python tests/inputs_table.py
 	$(BIN)/python tests/architecture_table.py
+	$(BIN)/python tests/onnx_operators_table.py
 	$(BIN)/pdoc --docformat google --math --output-directory build/docs ul2q.pipeline ul2q.exporters ul2q.runtimes ul2q.models
 
 # Strict, for otherwise what the server does not know passes unseen. It knows no local versions, such as 2.9+cpu.

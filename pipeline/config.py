@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -29,6 +32,9 @@ OPSETS = {
     24: (12, "1.24"), 25: (13, "1.24"),
 }  # fmt: skip
 """ONNX opsets that files can be written in: the IR version and the oldest ONNX Runtime of each."""
+
+_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_SIZE = re.compile(rf"(\d+(?:\.\d+)?)\s*({'|'.join(_UNITS)}|%)?")
 
 
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
@@ -73,7 +79,9 @@ class QuantConfig(_Config):
     """How to quantise a network.
 
     Attributes:
-        wbits: weight width k in bits, 1..8.
+        wbits: weight width k in bits, 1..8; of the layers that ``layer_wbits`` does not name.
+        layer_wbits: widths of layers by name pattern (fnmatch), the first that matches counts: a mapping, or
+            pairs.
         abits: activation width, 8, or 32 for float activations.
         step: step of the weights: ``paper`` for λ*σ [P], ``mse`` for the least squared error, ``minmax`` to
             reach the largest weight; ``auto`` chooses by the error of each layer's output. With ``paper``
@@ -87,7 +95,7 @@ class QuantConfig(_Config):
         act_fit: how activation ranges are fitted; ``auto`` measures all fits and uses the best.
         quantizer: weight quantiser, a name in `ul2q.pipeline.quantize.registry.QUANTIZERS`.
         task: what the outputs mean, one of `TASKS`; ``auto`` follows from targets and outputs.
-        epochs: fine-tuning epochs; None means 5 for wbits <= 4 and 0 above.
+        epochs: fine-tuning epochs; None means 5 if any layer has at most 4 bits, and 0 above.
         optimizer: optimiser of the fine-tuning.
         lr: its learning rate; None means the optimiser's default.
         batch_size: samples per step and per calibration batch.
@@ -101,6 +109,10 @@ class QuantConfig(_Config):
         target: how 8-bit weights become right on every CPU: ``exact`` stores weights beyond ±64 unsigned,
             which runs slower; ``portable`` keeps them within ±64, at full speed and the precision of 7 bits.
         seed: seed of all random numbers.
+        budget: what the file may take, such as "300KB", "1.5 MB", or "10%" of the float file: then widths are
+            chosen for each layer by the curvature of the loss, up to those above.
+        max_drop: points that the score may drop by on validation samples before fine-tuning; the smallest
+            such widths are chosen.
     """
 
     wbits: int
@@ -122,6 +134,9 @@ class QuantConfig(_Config):
     storage: str = "table"
     target: str = "exact"
     seed: int = 0
+    layer_wbits: tuple[tuple[str, int], ...] = ()
+    budget: str | None = None
+    max_drop: float | None = None
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -129,14 +144,17 @@ class QuantConfig(_Config):
         Raises:
             UsageError: a value is out of range.
         """
-        if not (isinstance(self.wbits, int) and 1 <= self.wbits <= 8):
-            raise UsageError(f"`wbits` is {self.wbits}: weights take 1 to 8 bits")
+        pairs = self.layer_wbits.items() if isinstance(self.layer_wbits, Mapping) else self.layer_wbits
+        object.__setattr__(self, "layer_wbits", tuple((str(name), bits) for name, bits in pairs))
+        for bits in self.widths:
+            if not (isinstance(bits, int) and 1 <= bits <= 8):
+                raise UsageError(f"`wbits` is {bits}: weights take 1 to 8 bits")
+            check_quantizer(self.quantizer, bits)
         _one_of("abits", self.abits, (8, 32))
         _one_of("step", self.step, (AUTO, *STEPS))
         _one_of("granularity", self.granularity, (AUTO, *GRANULARITIES))
         _one_of("curvature", self.curvature, CURVATURES)
         _one_of("act_fit", self.act_fit, ACT_FITS)
-        check_quantizer(self.quantizer, self.wbits)
         if self.quantizer != DEFAULT_QUANTIZER and self.step != AUTO:
             raise UsageError(f"`step` is {self.step!r}: only {DEFAULT_QUANTIZER} has a choice of steps")
         _one_of("task", self.task, TASKS)
@@ -148,6 +166,36 @@ class QuantConfig(_Config):
         _positive("lr", self.lr)
         _positive("batch_size", self.batch_size)
         _positive("samples", self.samples, zero=True)
+        _positive("max_drop", self.max_drop, zero=True)
+        if self.budget is not None and self.max_drop is not None:
+            raise UsageError("`budget` and `max_drop` both choose the widths: give one of them")
+        if self.chooses_widths and self.quantizer != DEFAULT_QUANTIZER:
+            raise UsageError(f"`quantizer` is {self.quantizer!r}: only {DEFAULT_QUANTIZER} chooses widths")
+        self.size_limit(1)
+
+    @property
+    def chooses_widths(self) -> bool:
+        """Whether the width of every layer is chosen for a limit."""
+        return self.budget is not None or self.max_drop is not None
+
+    def size_limit(self, float_bytes: int) -> int | None:
+        """Return the most bytes of the file by `budget`, None without one.
+
+        Args:
+            float_bytes: bytes of the float file.
+
+        Raises:
+            UsageError: `budget` is no size.
+        """
+        if self.budget is None:
+            return None
+        match = _SIZE.fullmatch(self.budget.strip().lower())
+        if match is None or not float(match[1]):
+            raise UsageError(
+                f"`budget` is {self.budget!r}: give a size such as 300KB, 1.5MB or 10% of the float file"
+            )
+        unit = float_bytes / 100 if match[2] == "%" else _UNITS[match[2] or "b"]
+        return int(float(match[1]) * unit)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
@@ -167,9 +215,15 @@ class QuantConfig(_Config):
         return super().from_dict(values)
 
     @property
-    def weight_width(self) -> int:
-        """Width of the quantised weights: within ±64, 8 bits are 7."""
-        return 7 if self.target == "portable" and self.wbits == 8 else self.wbits
+    def widths(self) -> tuple[int, ...]:
+        """All widths that were asked for, that of layers without one of their own first."""
+        return self.wbits, *(bits for _, bits in self.layer_wbits)
+
+    def width_of(self, layer: str) -> int:
+        """Return the width of the weights of ``layer``: within ±64, 8 bits are 7."""
+        own = (bits for pattern, bits in self.layer_wbits if fnmatch.fnmatchcase(layer, pattern))
+        bits = next(own, self.wbits)
+        return 7 if self.target == "portable" and bits == 8 else bits
 
     @property
     def as_published(self) -> bool:
@@ -181,7 +235,7 @@ class QuantConfig(_Config):
         """Epochs of fine-tuning after the default is applied."""
         if self.epochs is not None:
             return self.epochs
-        return 5 if self.wbits <= 4 else 0
+        return 5 if min(self.widths) <= 4 else 0
 
 
 @dataclass(frozen=True)

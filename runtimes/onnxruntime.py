@@ -6,6 +6,7 @@ Arrays are [N, ...]: the first dimension of every input and output is the batch.
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -46,6 +47,8 @@ __all__ = [
 #: session option with which int8 weights beyond +-64 run on kernels of uint8 weights, exact on every x86 CPU
 ACCURATE = "session.x64quantprecision"
 _OPTIMIZED = "session.optimized_model_external_initializers"
+#: timed calls of a model whose median is worth a figure
+LEAST_RUNS = 20
 _REFUSED = 2  # exit status of a process that raised UsageError
 _FATAL = 4  # the runtime prints nothing less: what it refuses, it raises
 _LOAD_ERRORS = (
@@ -271,6 +274,7 @@ def bench(
     *,
     threads: int = 1,
     runs: int = 100,
+    enough_seconds: float = math.inf,
     inputs: Mapping[str, Array] | None = None,
 ) -> dict[str, Any]:
     """Measure the time of one call with one sample, and the ratio to another model.
@@ -283,6 +287,7 @@ def bench(
         against: the model to compare with.
         threads: threads within an operator.
         runs: timed calls of each model.
+        enough_seconds: time after which `LEAST_RUNS` timed calls of each model are enough.
         inputs: what to feed; drawn at random if None.
 
     Returns:
@@ -297,8 +302,11 @@ def bench(
     live = [session(m, threads, spinning=False) for m in (model, against) if m is not None]
     feeds = [inputs if inputs is not None else example_input(one) for one in live]
     seconds: list[list[float]] = [[] for _ in live]
-    warm_up = max(3, runs // 10)
+    warm_up = max(3, min(runs, LEAST_RUNS) // 5)
+    start = time.perf_counter()
     for turn in range(-warm_up, runs):
+        if turn >= LEAST_RUNS and time.perf_counter() - start > enough_seconds:
+            break
         order = range(len(live)) if turn % 2 else reversed(range(len(live)))
         for i in order:
             begin = time.perf_counter()
@@ -312,7 +320,7 @@ def bench(
         "against_median_ms": medians[1] if against is not None else None,
         "ratio": medians[0] / medians[1] if against is not None else None,
         "threads": threads,
-        "runs": runs,
+        "runs": len(seconds[0]),
         "operators": operators(model),
         "shares": time_shares(model, feeds[0], threads=threads),
     }
@@ -347,7 +355,12 @@ def peak_rss(path: Path | str, *, low_memory: bool = False) -> int:
 
 
 def bench_apart(
-    path: Path | str, against: Path | str, *, threads: int = 1, runs: int = 100
+    path: Path | str,
+    against: Path | str,
+    *,
+    threads: int = 1,
+    runs: int = 100,
+    enough_seconds: float = math.inf,
 ) -> dict[str, Any]:
     """Do what `bench` does in a process of its own, whose memory is its own, too.
 
@@ -359,8 +372,9 @@ def bench_apart(
         UsageError: a file is missing, not ONNX, or truncated.
     """
     measured: dict[str, Any] = _apart(
-        f"time of {path}", bench, model=str(path), against=str(against), threads=threads, runs=runs
-    )
+        f"time of {path}", bench, model=str(path), against=str(against), threads=threads, runs=runs,
+        enough_seconds=enough_seconds,
+    )  # fmt: skip
     return measured
 
 

@@ -55,6 +55,8 @@ KINDS: dict[str, dict[str, str]] = {
         "torchscript": "TorchScript",
         "pt2": "A `.pt2` file of torch.export",
         "onnx-input": "A float ONNX file as the model",
+        "unknown-onnx-operator": "An ONNX operator that is not read",
+        "channels-last-onnx": "ONNX files of channels-last models, with transposes around every operator",
     },
     "Graphs: activations and wiring": {
         "inplace-relu": "In-place ReLU",
@@ -115,6 +117,8 @@ KINDS: dict[str, dict[str, str]] = {
         "attention": "Attention, `nn.MultiheadAttention` too",
         "embedding": "Embedding",
         "lstm-gru": "LSTM and GRU",
+        "keras-sequences": "Keras models of tokens and sequences: Embedding, LSTM, GRU, Bidirectional",
+        "keras-shared-layers": "Keras layers that are called twice, and embeddings used again",
     },
     "Graphs: inputs, outputs, shapes": {
         "two-inputs": "Two inputs",
@@ -162,6 +166,8 @@ KINDS: dict[str, dict[str, str]] = {
         "unreadable-image": "An unreadable image among good ones",
         "generator": "A generator of unknown length",
         "validation-without-test": "Samples for validation, and none for test",
+        "parts-at-places": "Training, validation and test samples at places of their own",
+        "swapped-layout": "Channels-first samples for a channels-last model",
         "undivided-source": "Data without a test part, which the network may have been trained on",
         "unstated-statistics": "Images for a network whose mean and standard deviation nothing states",
         "many-samples": "50,000 samples in constant memory",

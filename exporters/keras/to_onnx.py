@@ -96,8 +96,12 @@ def _config(module: fx.GraphModule, translated: Translated, opset: int, storage:
         for name, layer in module.named_modules()
         if weighted_operator(layer) is not None and name not in translated.weighted
     )
+    widest = max(layer.wbits for layer in layers)
     return QuantConfig(
-        wbits=max(layer.wbits for layer in layers),
+        wbits=widest,
+        layer_wbits=tuple(
+            (name, layer.wbits) for name, (layer, _) in translated.weighted.items() if layer.wbits != widest
+        ),
         abits=8 if translated.quantizers else 32,
         step="paper",  # codes and ranges are those of the model
         granularity="tensor",

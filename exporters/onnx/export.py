@@ -126,7 +126,7 @@ def export_lowered(
         UsageError: the opset is unknown, or the storage needs a newer one.
     """
     opset = config.opset
-    if config.storage == "int2" and config.wbits == 2:  # 4-bit types came earlier, with opset 21
+    if config.storage == "int2" and 2 in config.widths:  # 4-bit types came earlier, with opset 21
         opset = max(opset, _INT2_OPSET)
     exported = _export(lowered.module, example, opset, lowered.dynamic)
     graph = exported.graph

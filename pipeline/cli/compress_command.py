@@ -21,8 +21,12 @@ from ul2q.pipeline.cli.options import (
     Resize,
     Std,
     TaskName,
+    Test,
+    Train,
     TrustPickle,
+    Val,
     Weights,
+    data_option,
     json_object,
     model_source,
     numbers,
@@ -32,6 +36,7 @@ from ul2q.pipeline.cli.options import (
     read_text,
     shown,
     start,
+    widths,
     without_none,
 )
 from ul2q.pipeline.compression.output_formats.registry import FORMATS, converted_formats, requested_names
@@ -49,20 +54,38 @@ def compress(
             show_default=False,
         ),
     ] = None,
-    wbits: Annotated[int | None, typer.Option(help="Bits of a weight, 1 to 8.")] = None,
+    wbits: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BITS",
+            help="Bits of a weight, 1 to 8; or by layer name: 'conv1=8,head*=4,*=2', the first match counts.",
+        ),
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Choose the width of every layer, up to --wbits, for a file of at most this size: 300KB, or "
+            "10% of the float file.",
+        ),
+    ] = None,
+    max_drop: Annotated[
+        float | None,
+        typer.Option(
+            metavar="POINTS",
+            help="Choose the smallest widths, up to --wbits, that lower the score on validation samples by "
+            "at most so many points before fine-tuning.",
+        ),
+    ] = None,
     abits: Annotated[int | None, typer.Option(help="Bits of an activation: 8, or 32 for float.")] = None,
     arch: Arch = None,
     arch_args: ArchArgs = None,
     weights: Weights = None,
     ignore: Ignore = None,
     data: Data = None,
-    train: Annotated[
-        str | None, typer.Option(metavar="DATA", help="In place of --data: training samples.")
-    ] = None,
-    val: Annotated[
-        str | None, typer.Option(metavar="DATA", help="Beside --train: validation samples.")
-    ] = None,
-    test: Annotated[str | None, typer.Option(metavar="DATA", help="Beside --train: test samples.")] = None,
+    train: Train = None,
+    val: Val = None,
+    test: Test = None,
     task: TaskName = None,
     epochs: Annotated[int | None, typer.Option(help="Epochs of fine-tuning: 5 up to 4 bits, else 0.")] = None,
     step: Annotated[
@@ -139,21 +162,16 @@ def compress(
     """Quantise a trained network, export it, check it in ONNX Runtime, and report what it costs."""
     progress = start(quiet, debug)
     from ul2q.pipeline.compression.compress import compress_file
-    from ul2q.pipeline.data.load import parts_spec
 
     overrides = {
-        "wbits": wbits, "abits": abits, "epochs": epochs, "step": step, "granularity": granularity,
+        **widths(wbits), "abits": abits, "epochs": epochs, "step": step, "granularity": granularity,
         "curvature": curvature, "act_fit": act_fit, "quantizer": quantizer, "task": task,
         "optimizer": optimizer, "lr": lr, "batch_size": batch_size, "samples": samples,
         "exclude": exclude or None, "dynamic": dynamic or None, "opset": opset, "storage": storage,
-        "target": target, "seed": seed,
+        "target": target, "seed": seed, "budget": budget, "max_drop": max_drop,
     }  # fmt: skip
-    if train is not None or val is not None or test is not None:
-        if data is not None:
-            raise UsageError("`train`, `val` and `test` take the place of `data`: give one or the other")
-        data = parts_spec({"train": train, "validation": val, "test": test})
     given = {
-        "data": data,
+        "data": data_option(data, train, val, test),
         "input_shape": numbers(input_shape, "--input-shape", int),
         "preprocess": preprocess_options(mean, std, resize, crop) or None,
         "synthetic": synthetic or None,

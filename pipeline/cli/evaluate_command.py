@@ -21,8 +21,10 @@ from ul2q.pipeline.cli.options import (
     Resize,
     Std,
     TaskName,
+    TestOnly,
     TrustPickle,
     Weights,
+    data_option,
     model_source,
     preprocess_options,
     print_json,
@@ -41,6 +43,7 @@ def evaluate(
         typer.Argument(metavar="MODEL", help="MODEL.onnx, MODEL.keras or a checkpoint.", show_default=False),
     ],
     data: Data = None,
+    test: TestOnly = None,
     task: TaskName = None,
     mean: Mean = None,
     std: Std = None,
@@ -61,7 +64,7 @@ def evaluate(
 
     result = evaluate_file(
         model_source(model, arch, arch_args, trust_pickle, weights, ignore),
-        data,
+        data_option(data, train=test, test=test),
         changes=preprocess_options(mean, std, resize, crop),
         task=task or AUTO_TASK,
         progress=progress,

@@ -37,6 +37,14 @@ Data = Annotated[
         metavar="DATA",
     ),
 ]
+Train = Annotated[
+    str | None, typer.Option("--train", metavar="DATA", help="In place of --data: training samples.")
+]
+Val = Annotated[str | None, typer.Option(metavar="DATA", help="Beside --train: validation samples.")]
+Test = Annotated[str | None, typer.Option(metavar="DATA", help="Beside --train: test samples.")]
+TestOnly = Annotated[
+    str | None, typer.Option("--test", metavar="DATA", help="In place of --data: all are test samples.")
+]
 Arch = Annotated[
     str | None, typer.Option(help="Network of a bare state dict: a name, or package.module:callable.")
 ]
@@ -153,6 +161,23 @@ def numbers(text: str | None, option: str, kind: Callable[[str], Any]) -> tuple[
         raise UsageError(f"{option} is {text!r}: give numbers separated by commas") from error
 
 
+def data_option(
+    data: str | None, train: str | None = None, val: str | None = None, test: str | None = None
+) -> str | None:
+    """Return the data that the options name.
+
+    Raises:
+        UsageError: there is both the whole and a part, or no training samples.
+    """
+    if train is None and val is None and test is None:
+        return data
+    from ul2q.pipeline.data.load import parts_spec
+
+    if data is not None:
+        raise UsageError("`train`, `val` and `test` take the place of `data`: give one or the other")
+    return parts_spec({"train": train, "validation": val, "test": test})
+
+
 def preprocess_options(
     mean: str | None, std: str | None, resize: int | None, crop: int | None
 ) -> dict[str, Any]:
@@ -222,6 +247,28 @@ def read_text(path: Path, what: str) -> str:
         raise UsageError(f"{path} is no text: give {what}") from error
 
 
+def widths(text: str | None) -> dict[str, Any]:
+    """Read the value of --wbits.
+
+    Returns:
+        ``wbits`` and ``layer_wbits``; nothing for None.
+
+    Raises:
+        UsageError: it is no width, or no list that ends with a width for all other layers.
+    """
+    if text is None:
+        return {}
+    *named, rest = text.split(",")
+    pairs = [entry.rpartition("=")[::2] for entry in named] + [("*", rest.removeprefix("*="))]
+    if not all(pattern.strip() and bits.strip().isdecimal() for pattern, bits in pairs):
+        raise UsageError(
+            f"--wbits is {text!r}: give 1 to 8, or widths by layer name such as 'conv1=8,head*=4,*=2', the "
+            "last one for all other layers"
+        )
+    *own, (_, others) = [(pattern.strip(), int(bits)) for pattern, bits in pairs]
+    return {"wbits": others, "layer_wbits": tuple(own)}
+
+
 def quant_config(path: Path | None, overrides: dict[str, Any]) -> QuantConfig:
     """Merge a configuration file and the options.
 
@@ -237,6 +284,8 @@ def quant_config(path: Path | None, overrides: dict[str, Any]) -> QuantConfig:
     if "granularity" not in values:  # else a file without a step keeps what it meant when it was written
         values.setdefault("step", AUTO)
     values |= overrides
+    if values.get("budget") is not None or values.get("max_drop") is not None:
+        values.setdefault("wbits", 8)
     if "wbits" not in values:
         raise UsageError("--wbits is missing: give 1 to 8")
     return QuantConfig.from_dict(values)

@@ -18,6 +18,10 @@ from ul2q.pipeline.cli.options import (
     Resize,
     Std,
     TaskName,
+    Test,
+    Train,
+    Val,
+    data_option,
     preprocess_options,
     print_json,
     shown,
@@ -31,6 +35,9 @@ from ul2q.pipeline.errors import UsageError
 def train(
     arch: Annotated[str, typer.Argument(metavar="ARCH", help="A network by name, for example lenet5.")],
     data: Data = None,
+    train_data: Train = None,
+    val: Val = None,
+    test: Test = None,
     mean: Mean = None,
     std: Std = None,
     resize: Resize = None,
@@ -105,6 +112,7 @@ def train(
     from ul2q.pipeline.training.train import train as run_training
     from ul2q.pipeline.training.weight_update import without_compiler
 
+    data = data_option(data, train_data, val, test)
     if data is None:
         raise UsageError(f"`data` is missing: give {registry.choices()}")
     settings = {

@@ -12,6 +12,7 @@ from ul2q.pipeline.compression.activation_ranges import choose_ranges
 from ul2q.pipeline.compression.corrections import (
     Batches,
     BatchNormChoice,
+    OutputError,
     correct_biases,
     reestimate_batch_norm,
     split,
@@ -63,16 +64,18 @@ def calibrate(
     if correct and config.curvature != "off" and not config.as_published:
         round_weights(prepared, reference, _first(batches(), _ROUNDED, _ROUNDED_ELEMENTS))
     if config.as_published:
+        judge = OutputError(reference, batches)
         choice = reestimate_batch_norm(
-            prepared.module, reference, batches, batches, synthetic=synthetic, shift=False
+            prepared.module, reference, batches, judge, synthetic=synthetic, shift=False
         )
     else:
         estimation, held_out = split(batches)
+        judge = OutputError(reference, held_out)
         choice = reestimate_batch_norm(
-            prepared.module, reference, estimation, held_out, synthetic=synthetic, shift=correct
+            prepared.module, reference, estimation, judge, synthetic=synthetic, shift=correct
         )
         if correct:
-            correct_biases(prepared, reference, compared_samples(estimation), held_out)
+            correct_biases(prepared, reference, compared_samples(estimation), judge)
     fit_activations(prepared, batches)
     return choice
 

@@ -105,7 +105,8 @@ def compress_file(
     """
     source, formats, progress = ModelSource.of(model), output_formats(to), progress or Progress(quiet=True)
     samples = SampleSource(data, input_shape, preprocess, synthetic)
-    directory = output or source.path.with_name(f"{source.path.stem}-w{config.wbits}a{config.abits}")
+    width = "mix" if config.layer_wbits or config.chooses_widths else config.wbits
+    directory = output or source.path.with_name(f"{source.path.stem}-w{width}a{config.abits}")
     if dry_run:
         check_output(directory, overwrite=True)
         return CompressionResult(None, plan(load_run(source, samples, config, formats, progress), formats))

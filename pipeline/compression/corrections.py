@@ -22,6 +22,8 @@ Batches = Callable[[], Iterable[tuple[Tensor, ...]]]
 
 # One batch in so many is held out; of fewer batches, that part of each.
 _HELD_OUT = 4
+# Elements of the float network's outputs that are kept, at most.
+_KEPT_ELEMENTS = 2**25
 # A batch norm's channel with so small a part of the largest factor cannot be shifted before the factor.
 _DEAD = 1e-6
 
@@ -73,7 +75,7 @@ def reestimate_batch_norm(
     module: nn.Module,
     reference: nn.Module,
     estimation: Batches,
-    judged_on: Batches,
+    judge: OutputError,
     *,
     synthetic: bool = False,
     shift: bool = True,
@@ -87,7 +89,7 @@ def reestimate_batch_norm(
         module: the graph with quantised weights, changed in place.
         reference: the float network.
         estimation: samples for the statistics.
-        judged_on: samples for the error.
+        judge: error of the outputs.
         synthetic: whether the inputs are synthetic: then the statistics of the float network are right, and
             only their change by quantisation is applied.
         shift: whether to try shifted statistics where the inputs are not synthetic.
@@ -98,7 +100,7 @@ def reestimate_batch_norm(
     norms = _norms(module)
     if not norms:
         return None
-    before = least = output_error(module, reference, judged_on)
+    before = least = judge(module)
     best = _statistics(norms)
     measured = 0.0
     if not _average_statistics(module, estimation):
@@ -107,7 +109,7 @@ def reestimate_batch_norm(
     for shifted in (True,) if synthetic else (False, True) if shift else (False,):
         if shifted:
             _shift_statistics(norms, reference, estimation)
-        measured = output_error(module, reference, judged_on)
+        measured = judge(module)
         if measured < least:
             least, best = measured, _statistics(norms)
     _use_statistics(norms, best)
@@ -116,7 +118,7 @@ def reestimate_batch_norm(
 
 @torch.no_grad()
 def correct_biases(
-    prepared: Prepared, reference: nn.Module, inputs: Sequence[Tensor], judged_on: Batches
+    prepared: Prepared, reference: nn.Module, inputs: Sequence[Tensor], judge: OutputError
 ) -> bool:
     """Add to every bias the mean error of its channel, layer after layer; keep them if outputs improve.
 
@@ -127,7 +129,7 @@ def correct_biases(
         prepared: the graph with quantised weights, changed in place; its activation quantisers are off.
         reference: the float network.
         inputs: samples for the means, one tensor per model input.
-        judged_on: samples for the error of the outputs.
+        judge: error of the outputs.
 
     Returns:
         Whether the biases are in use.
@@ -139,10 +141,10 @@ def correct_biases(
     means: dict[str, Tensor] = {}
     reference.eval()
     _run(reference, inputs, _record_means(reference, ends, means))
-    before = output_error(module, reference, judged_on)
+    before = judge(module)
     old = {end: _state(module.get_submodule(end)) for end in ends}
     _run(module, inputs, _correct_means(module, ends, means))
-    if output_error(module, reference, judged_on) < before:
+    if judge(module) < before:
         return True
     for end, state in old.items():
         _restore(module.get_submodule(end), state)
@@ -194,20 +196,30 @@ def following_reference(
             norms[name].running_var = variance
 
 
-def output_error(module: nn.Module, reference: nn.Module, batches: Batches) -> float:
-    """Return the mean squared difference of all outputs."""
-    module.eval()
-    reference.eval()
-    total, count = 0.0, 0
-    with torch.no_grad():
-        for inputs in batches():
-            pairs = zip(
-                pytree.tree_leaves(module(*inputs)), pytree.tree_leaves(reference(*inputs)), strict=True
-            )
-            for actual, expected in pairs:
+class OutputError:
+    """Mean squared difference of all outputs to those of a reference, on the same samples for any module."""
+
+    def __init__(self, reference: nn.Module, batches: Batches) -> None:
+        """Compare with ``reference`` on ``batches``; its outputs are kept where they are few."""
+        self._reference, self._batches = reference.eval(), batches
+        self._kept: list[list[Tensor]] | None = None
+        self._keep = True
+
+    @torch.no_grad()
+    def __call__(self, module: nn.Module) -> float:
+        """Return the error of the outputs of ``module``; infinite without samples."""
+        module.eval()
+        total, count = 0.0, 0
+        kept: list[list[Tensor]] = []
+        for i, inputs in enumerate(self._batches()):
+            outputs = self._kept[i] if self._kept else pytree.tree_leaves(self._reference(*inputs))
+            for actual, expected in zip(pytree.tree_leaves(module(*inputs)), outputs, strict=True):
                 total += float((actual.double() - expected.double()).square().sum())
                 count += actual.numel()
-    return total / count if count else float("inf")
+            self._keep &= count <= _KEPT_ELEMENTS
+            kept = [*kept, outputs] if self._keep else []
+        self._kept = kept
+        return total / count if count else float("inf")
 
 
 # Batch norm

@@ -78,7 +78,8 @@ def load_run(
         splits = load_samples(checkpoint, samples.data, shape, preprocess)
         if checkpoint.preprocess is None and splits.preprocess.lacks_statistics:
             notes = [*notes, UNSTATED]
-    progress.line(f"preprocessing: {splits.preprocess.describe()}")
+    used = splits.preprocess.describe_with_origin(checkpoint.preprocess is not None, preprocess)
+    progress.line(f"preprocessing: {used}")
     for output_format in formats:
         output_format.check(input_names(checkpoint.model))
     names = [output_format.name for output_format in formats]

@@ -10,17 +10,20 @@ from pathlib import Path
 import torch
 
 from ul2q.exporters.onnx.export import export_float, export_lowered
+from ul2q.pipeline.compression.calibrate import compared_samples
 from ul2q.pipeline.compression.finetune import as_it_takes_effect, with_lower_rate
 from ul2q.pipeline.compression.output_formats.base import OutputFormat
 from ul2q.pipeline.compression.report_fields import network_report, planned_report
 from ul2q.pipeline.compression.result import CompressedModel
 from ul2q.pipeline.compression.run_state import CompressedNetwork, Run
+from ul2q.pipeline.compression.size_limits import allocate_widths
 from ul2q.pipeline.compression.stages import (
     calibrate_network,
     capture_network,
     finetune_network,
     with_task,
 )
+from ul2q.pipeline.compression.width_allocation import loss_growth
 from ul2q.pipeline.evaluation import measure
 from ul2q.pipeline.formats import metadata as metadata_keys
 from ul2q.pipeline.graph.capture import Captured
@@ -41,22 +44,26 @@ def run_stages(run: Run, formats: Sequence[OutputFormat] = ()) -> CompressedMode
     Returns:
         The compressed network, not yet written.
     """
-    config = with_lower_rate(run.config) if run.is_synthetic else run.config
-    run = replace(run, config=as_it_takes_effect(config))
-    config = run.config
+    given = with_lower_rate(run.config) if run.is_synthetic else run.config
+    run, allocation = replace(run, config=as_it_takes_effect(given)), None
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
+        torch.manual_seed(given.seed)
         with run.stage("capture"):
             run, captured = capture_network(run)
         run = with_task(run, captured)
         metadata = _metadata(run, captured)
         with run.stage("prepare"):
-            prepared = prepare(captured, config)
+            prepared = prepare(captured, run.config)
             # Before anything else, to learn whether torch.onnx can write the network's operators.
-            exported_float = export_float(captured, run.example(), config.opset, metadata)
+            exported_float = export_float(captured, run.example(), run.config.opset, metadata)
             if run.resume is None or run.resume.finished is None:
                 for output_format in formats:
-                    output_format.check_network(prepared, run.example(), config)
+                    output_format.check_network(prepared, run.example(), run.config)
+        if given.chooses_widths:
+            with run.stage("choose widths"):
+                float_bytes = len(exported_float.to_bytes())
+                run, allocation = allocate_widths(run, captured, given, float_bytes, metadata)
+                prepared = prepare(captured, run.config)
         with run.stage("calibrate"):
             batch_norm = calibrate_network(run, captured, prepared)
         with run.stage("finetune"):
@@ -64,11 +71,16 @@ def run_stages(run: Run, formats: Sequence[OutputFormat] = ()) -> CompressedMode
         with run.stage("lower"):
             lowered = lower(prepared)
         with run.stage("export"):
-            exported = export_lowered(lowered, run.example(), config, metadata)
+            exported = export_lowered(lowered, run.example(), run.config, metadata)
+    if allocation is not None:
+        grown = loss_growth(lowered.module, captured.module, compared_samples(run.calibration), run.task)
+        allocation = replace(allocation, measured_loss=grown)
     warnings = [*run.notes, *captured.notes, *measure.constant_channels(lowered.weights)]
-    if note := QUANTIZERS[config.quantizer].note:
+    if note := QUANTIZERS[run.config.quantizer].note:
         warnings.append(note)
-    network = CompressedNetwork(prepared, lowered, exported, exported_float, epochs, tuple(warnings))
+    network = CompressedNetwork(
+        prepared, lowered, exported, exported_float, epochs, tuple(warnings), allocation
+    )
     return CompressedModel(run, network, network_report(run, network))
 
 

@@ -76,7 +76,14 @@ def written_report(run: Run, network: CompressedNetwork, measured: Mapping[str, 
     """Return the report of a compressed network with the ``measured`` fields of `Report`."""
     seconds = {name: round(value, 3) for name, value in run.seconds.items()}
     epochs = [dataclasses.asdict(epoch) for epoch in network.epochs]
-    about = {**_about(run), "epochs": epochs, "seconds": seconds, "warnings": network.warnings}
+    allocation = None if network.allocation is None else network.allocation.to_dict()
+    about = {
+        **_about(run),
+        "allocation": allocation,
+        "epochs": epochs,
+        "seconds": seconds,
+        "warnings": network.warnings,
+    }
     return schema.complete({**about, **measured})
 
 

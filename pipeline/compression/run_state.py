@@ -15,6 +15,7 @@ from ul2q.exporters.onnx.export import ExportedModel
 from ul2q.pipeline.compression.finetune import EpochResult
 from ul2q.pipeline.compression.resume import ResumeState
 from ul2q.pipeline.compression.synthetic import SPEC
+from ul2q.pipeline.compression.width_allocation import Allocation
 from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.data import Dataset, DataSplits, batches
 from ul2q.pipeline.errors import UsageError, within
@@ -195,6 +196,7 @@ class CompressedNetwork:
         exported_float: the float network in ONNX.
         epochs: results of the fine-tuning.
         warnings: what the report warns about.
+        allocation: how the widths of the layers were chosen, if they were.
     """
 
     prepared: Prepared
@@ -203,3 +205,4 @@ class CompressedNetwork:
     exported_float: ExportedModel
     epochs: tuple[EpochResult, ...] = ()
     warnings: tuple[str, ...] = ()
+    allocation: Allocation | None = None

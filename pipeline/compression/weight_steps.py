@@ -86,15 +86,21 @@ class _Chooser:
         if self.done:
             return
         self.done = True
-        problem = _LayerProblem.of(layer, arguments[0], self.balanced)
-        key = (master_weight(layer).data_ptr(), problem.weight.shape, problem.operator.transposed)
+        quantizer = weight_quantizer(layer)
+        problem = LayerProblem.of(layer, arguments[0], quantizer.k, self.balanced)
+        key = (
+            master_weight(layer).data_ptr(),
+            problem.weight.shape,
+            problem.operator.transposed,
+            quantizer.k,
+        )
         if key not in self.chosen:
-            self.chosen[key] = problem.choose(self.config)
-        weight_quantizer(layer).set_step(self.chosen[key])
+            self.chosen[key] = problem.choose(self.config, quantizer.step)
+        quantizer.set_step(self.chosen[key])
 
 
 @dataclasses.dataclass(frozen=True)
-class _LayerProblem:
+class LayerProblem:
     """The weight and the input of one layer.
 
     Attributes:
@@ -114,20 +120,26 @@ class _LayerProblem:
     balanced: bool
 
     @classmethod
-    def of(cls, layer: nn.Module, inputs: Tensor, balanced: bool) -> _LayerProblem:
+    def of(cls, layer: nn.Module, inputs: Tensor, k: int, balanced: bool) -> LayerProblem:
+        """Return the problem of ``layer``, quantised or not, at k bits for its ``inputs``."""
         operator = weighted_operator(layer)
         assert operator is not None  # noqa: S101  (only such layers have a quantised weight)
         weight = master_weight(layer).numpy()
-        return cls(layer, operator, inputs, weight, weight_quantizer(layer).k, balanced)
+        return cls(layer, operator, inputs, weight, k, balanced)
 
-    def choose(self, config: QuantConfig) -> Step:
-        """Return the chosen step; its error is relative to the variance of the output."""
+    def choose(self, config: QuantConfig, before: Step | None = None) -> Step:
+        """Return the chosen step; its error is relative to the variance of the output.
+
+        Args:
+            config: the candidates.
+            before: the step in use; where it has a level 0, so has the chosen one.
+        """
         power = self._power(torch.from_numpy(self.weight))
         granularity = "tensor" if self.operator.transposed else config.granularity
-        before: Step = weight_quantizer(self.layer).step  # type: ignore[assignment]  # not of other rules
         zeros = float((self.weight == 0).mean())
         # Fine-tuned weights are no exact zeros any more, where the optimiser changes all together.
-        zero = self.k > 1 and (zeros >= _PRUNED or before.zero) and config.step != "paper"
+        pruned = zeros >= _PRUNED or (before is not None and before.zero)
+        zero = self.k > 1 and pruned and config.step != "paper"
         steps = candidates(self.weight, self.k, config.step, granularity, self.importance, zero=zero)
         size = self.weight.size // len(self.weight)
         return choose_step(
@@ -136,8 +148,16 @@ class _LayerProblem:
 
     def output_error(self, step: Step) -> float:
         """Return the squared error of the output, summed over everything but the mean of each channel."""
+        return self._power(self._rounding(step))
+
+    def error_rows(self, step: Step) -> Tensor:
+        """Return the error of the output [C, positions of all samples] without the mean of each channel."""
+        return self._centred(self._rounding(step))
+
+    def _rounding(self, step: Step) -> Tensor:
+        """Return what rounding takes from the weight."""
         codes, grid = MuL2Q(step).quantize(self.weight, self.k, step.granularity, 0)
-        return self._power(torch.from_numpy(self.weight - dequantize(codes, grid)))
+        return torch.from_numpy(self.weight - dequantize(codes, grid))
 
     def _power(self, weight: Tensor) -> float:
         """Return the variance of the output by ``weight``, summed over channels."""
@@ -152,6 +172,10 @@ class _LayerProblem:
         return torch.where(powers > _LEAST_IMPORTANCE**2 * mean, powers, mean) if mean > 0 else powers + 1
 
     def _powers(self, weight: Tensor) -> Tensor:
+        return self._centred(weight).double().square().sum(1)
+
+    def _centred(self, weight: Tensor) -> Tensor:
+        """Return the output by ``weight`` [C, positions], without the mean of each channel."""
         bare = shell(self.layer, bias=False)
         y: Tensor = torch.func.functional_call(bare, {"weight": weight}, (self.inputs,))
         channels = y.shape[-1] if self.operator.channels_last else y.shape[1]
@@ -160,7 +184,7 @@ class _LayerProblem:
             if self.operator.channels_last
             else y.transpose(0, 1).reshape(channels, -1)
         )
-        return (rows - rows.mean(1, keepdim=True)).double().square().sum(1)
+        return rows - rows.mean(1, keepdim=True)
 
     def importance(self) -> NDArray[np.float32]:
         """Return the variance of what each weight multiplies, over its mean, to broadcast with the weight."""

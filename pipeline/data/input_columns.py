@@ -74,6 +74,7 @@ class ArrayColumn(Column):
         where: the source, for messages.
         channels_last: layout of ``raw``.
         channel_added: whether the source contains [M, H, W] without a channel.
+        turned: whether the model takes (H, W, C), the layout of ``shape`` then.
     """
 
     raw: np.ndarray
@@ -83,6 +84,7 @@ class ArrayColumn(Column):
     where: str
     channels_last: bool = False
     channel_added: bool = False
+    turned: bool = False
 
     @property
     def given_type(self) -> torch.dtype | None:
@@ -102,7 +104,8 @@ class ArrayColumn(Column):
         x = torch.from_numpy(values)
         if self.channels_last:
             x = x.permute(0, 3, 1, 2)
-        return self.preprocess.values(self.preprocess.spatial(x, self.where))
+        x = self.preprocess.values(self.preprocess.spatial(x, self.where))
+        return x.permute(0, 2, 3, 1).contiguous() if self.turned else x
 
     def subset(self, rows: np.ndarray) -> Self:
         """Return the column of ``rows`` only; the array is shared."""
@@ -119,11 +122,18 @@ class ImageColumn(Column):
 
     Attributes:
         paths: one file a row.
+        turned: whether the model takes (H, W, C), the layout of ``shape`` then.
     """
 
     paths: Sequence[Path]
     preprocess: Preprocess
     shape: tuple[int, ...]
+    turned: bool = False
+
+    @property
+    def image_shape(self) -> tuple[int, ...]:
+        """(C, H, W) of one image."""
+        return (self.shape[2], *self.shape[:2]) if self.turned else self.shape
 
     def __len__(self) -> int:
         """Return the number of images."""
@@ -135,27 +145,29 @@ class ImageColumn(Column):
         Raises:
             UsageError: the file cannot be read or has another size.
         """
+        channels, height, width = self.image_shape
         try:
             with Image.open(path) as image:
-                pixels = np.array(image.convert("L" if self.shape[0] == 1 else "RGB"))
+                pixels = np.array(image.convert("L" if channels == 1 else "RGB"))
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise UsageError(f"{path} cannot be read as an image ({error}): replace or remove it") from error
-        x = torch.from_numpy(pixels.reshape(*pixels.shape[:2], self.shape[0])).permute(2, 0, 1)[None]
+        x = torch.from_numpy(pixels.reshape(*pixels.shape[:2], channels)).permute(2, 0, 1)[None]
         x = self.preprocess.spatial(x, str(path))
-        if tuple(x.shape[1:]) != tuple(self.shape):
+        if tuple(x.shape[1:]) != self.image_shape:
             raise UsageError(
-                f"{path} is {x.shape[2]}x{x.shape[3]}, the model's input {self.shape[1]}x{self.shape[2]}: "
+                f"{path} is {x.shape[2]}x{x.shape[3]}, the model's input {height}x{width}: "
                 "give `resize` or `crop`"
             )
         return x
 
     def fetch(self, rows: np.ndarray) -> torch.Tensor:
-        """Return the images ``rows`` (int64 [N]), float32 [N, C, H, W].
+        """Return the images ``rows`` (int64 [N]), float32 [N, *shape].
 
         Raises:
             UsageError: a file cannot be read or has another size; the message names it.
         """
-        return self.preprocess.values(torch.cat([self._read(self.paths[i]) for i in rows]))
+        x = self.preprocess.values(torch.cat([self._read(self.paths[i]) for i in rows]))
+        return x.permute(0, 2, 3, 1).contiguous() if self.turned else x
 
     def subset(self, rows: np.ndarray) -> Self:
         """Return the column of ``rows`` only."""

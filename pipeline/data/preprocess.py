@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -80,17 +81,37 @@ class Preprocess:
 
     def describe(self) -> str:
         """Return in words what is done to raw samples."""
+        return ", ".join(self._shown_fields().values()) or "none"
+
+    def describe_with_origin(self, recorded: bool, changes: Mapping[str, Any] | None = None) -> str:
+        """Return in words what is done to raw samples, and where that comes from.
+
+        Args:
+            recorded: whether the model records a preprocessing; else the data's own is the default.
+            changes: fields that an option gave.
+
+        Returns:
+            For example ``scale 1/255, mean 0.5 (scale: default; mean: option)``.
+        """
+        rest = "checkpoint" if recorded else "default"
+        origins: dict[str, list[str]] = {}
+        for name in self._shown_fields():
+            origins.setdefault("option" if name in (changes or {}) else rest, []).append(name)
+        if len(origins) < 2:
+            return f"{self.describe()} ({next(iter(origins), rest)})"
+        listed = "; ".join(f"{', '.join(names)}: {origin}" for origin, names in origins.items())
+        return f"{self.describe()} ({listed})"
+
+    def _shown_fields(self) -> dict[str, str]:
+        """Return the steps that change something, in words, by their fields."""
         sides = {"resize": self.resize, "crop": self.crop}
-        parts = [f"{name} {side}" for name, side in sides.items() if side is not None]
+        parts = {name: f"{name} {side}" for name, side in sides.items() if side is not None}
         if self.scale not in {None, 1}:
-            parts.append(f"scale 1/{1 / self.scale:g}")
-        statistics = {"mean": self.mean, "std": self.std}
-        parts += [
-            f"{name} {', '.join(f'{value:.4g}' for value in values)}"
-            for name, values in statistics.items()
-            if values is not None
-        ]
-        return ", ".join(parts) or "none"
+            parts["scale"] = f"scale 1/{1 / self.scale:g}"
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            if values is not None:
+                parts[name] = f"{name} {', '.join(f'{value:.4g}' for value in values)}"
+        return parts
 
     @property
     def keeps_values(self) -> bool:

@@ -7,7 +7,7 @@ network has a single input or the shape of its first input is known.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,10 @@ from ul2q.pipeline.data.targets import TargetColumns, are_labels, are_masks
 from ul2q.pipeline.errors import UsageError, quantity
 
 _AS_STORED = Preprocess(scale=1.0)
+#: numbers of channels that images have: they tell the layout
+_CHANNELS = frozenset({1, 3, 4})
+#: how many times as long as the other a side of an image may be
+_LONGEST_IMAGE = 4
 
 
 @dataclass(frozen=True)
@@ -203,9 +207,10 @@ def part_dataset(part: RawPart, labels: np.ndarray | None, form: SampleFormat) -
     first = make_column(raw, form.preprocess, shape)
     columns = (first, *(_as_stored(values) for values in others))
     masks = None if part.masks is None else _masks(part.masks, first)
+    turned = takes_channels_last(first.shape)  # images are varied with the channels first
     no_classes = masks is not None or part.targets is not None
     return ColumnDataset(
-        columns, masks, part.targets, labels=labels, augmentation=form.augmentation,
+        columns, masks, part.targets, labels=labels, augmentation=None if turned else form.augmentation,
         num_classes=None if no_classes else form.num_classes,
         given_types=tuple(column.given_type for column in columns),
     )  # fmt: skip
@@ -214,7 +219,8 @@ def part_dataset(part: RawPart, labels: np.ndarray | None, form: SampleFormat) -
 def _masks(masks: RawMasks, images: Column) -> Masks:
     """Return masks that are resized and cropped as the images are, and binary at half their top value."""
     preprocess = Preprocess(resize=images.preprocess.resize, crop=images.preprocess.crop)
-    values = make_column(masks.values, preprocess, (1, *images.shape[1:]))
+    size = images.shape[:2] if takes_channels_last(images.shape) else images.shape[1:]
+    values = make_column(masks.values, preprocess, (1, *size))
     return Masks(values, 0.5 * masks.top * (values.preprocess.scale or 1.0))
 
 
@@ -238,6 +244,7 @@ def make_column(raw: RawInput, preprocess: Preprocess, shape: tuple[int, ...] | 
 
 
 def _image_column(files: Files, preprocess: Preprocess, shape: tuple[int, ...] | None) -> ImageColumn:
+    turned, shape = takes_channels_last(shape), _channels_first(shape)
     channels = shape[0] if shape is not None and len(shape) == 3 else 3 if files.colour else 1
     preprocess = preprocess.resolve(np.dtype(np.uint8), 0, 255, files.where)
     preprocess.check_channels(channels, files.where)
@@ -251,7 +258,7 @@ def _image_column(files: Files, preprocess: Preprocess, shape: tuple[int, ...] |
         )
     fetched = preprocess.out_shape((channels, *files.size), files.where)
     _check_shape(fetched, shape, files.where)
-    return ImageColumn(files.paths, preprocess, fetched)
+    return ImageColumn(files.paths, preprocess, _layout(fetched, turned), turned)
 
 
 def _array_column(arrays: Arrays, preprocess: Preprocess, shape: tuple[int, ...] | None) -> ArrayColumn:
@@ -262,6 +269,9 @@ def _array_column(arrays: Arrays, preprocess: Preprocess, shape: tuple[int, ...]
     channel_added = raw.ndim == 3 and (shape is None or len(shape) == 3)
     if channel_added:
         raw = raw[:, None]
+    _check_layout(raw.shape[1:], shape, where)
+    turned = takes_channels_last(shape) and raw.ndim == 4
+    shape = _channels_first(shape) if turned else shape
     last = channels_last(raw.shape[1:], shape)
     raw_shape = (raw.shape[3], *raw.shape[1:3]) if last else raw.shape[1:]
     some = np.asarray(raw[:: max(1, len(raw) // 256)])
@@ -271,7 +281,8 @@ def _array_column(arrays: Arrays, preprocess: Preprocess, shape: tuple[int, ...]
     preprocess.check_channels(raw_shape[0] if raw_shape else 1, where)
     fetched = preprocess.out_shape(raw_shape, where)
     _check_shape(fetched, shape, where)
-    return ArrayColumn(raw, np.arange(len(raw)), preprocess, fetched, where, last, channel_added)
+    rows, taken = np.arange(len(raw)), _layout(fetched, turned)
+    return ArrayColumn(raw, rows, preprocess, taken, where, last, channel_added, turned)
 
 
 def _as_stored(raw: RawInput) -> Column:
@@ -296,7 +307,42 @@ def channels_last(sample: tuple[int, ...], shape: tuple[int, ...] | None) -> boo
         if tuple(sample) == tuple(shape) or moved == tuple(shape):
             return tuple(sample) != tuple(shape)
         return sample[0] != shape[0] and sample[2] == shape[0]
-    return sample[2] in {1, 3, 4} and sample[0] not in {1, 3, 4}
+    return sample[2] in _CHANNELS and sample[0] not in _CHANNELS
+
+
+def takes_channels_last(shape: Sequence[int] | None) -> bool:
+    """Return whether a model whose input is ``shape`` takes images as (H, W, C)."""
+    if shape is None or len(shape) != 3 or shape[2] not in _CHANNELS or shape[0] in _CHANNELS:
+        return False
+    sides = sorted(shape[:2])  # channels of a signal [C, T, 1] are few beside its steps
+    return shape[2] < sides[0] and sides[1] <= _LONGEST_IMAGE * sides[0]
+
+
+def _channels_first(shape: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """Return the shape (C, H, W) of the images of a model, whatever its layout."""
+    if shape is None or not takes_channels_last(shape):
+        return shape
+    return (shape[2], *shape[:2])
+
+
+def _layout(image: tuple[int, ...], turned: bool) -> tuple[int, ...]:
+    return (*image[1:], image[0]) if turned else image
+
+
+def _check_layout(sample: Sequence[int], shape: tuple[int, ...] | None, where: str) -> None:
+    """Check that a model which takes channels last does not get arrays with channels first.
+
+    Raises:
+        UsageError: it does.
+    """
+    if shape is None or not takes_channels_last(shape) or len(sample) != 3:
+        return
+    if sample[0] in _CHANNELS and sample[2] not in _CHANNELS:
+        taken, given = (", ".join(map(str, sizes)) for sizes in (shape, sample))
+        raise UsageError(
+            f"{where}: this model takes NHWC [N, {taken}]; the samples are NCHW [N, {given}]: give arrays "
+            "in the order of the model, x.transpose(0, 2, 3, 1)"
+        )
 
 
 def _check_shape(actual: tuple[int, ...], expected: tuple[int, ...] | None, where: str) -> None:

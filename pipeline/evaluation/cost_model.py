@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.graph.batch_norm import BATCH_NORMS
 from ul2q.pipeline.graph.folding import master_weight
 from ul2q.pipeline.graph.operators.clamps import clamp_range
@@ -42,13 +44,13 @@ class PaperCount:
     float_runtime_bytes: int
 
 
-def paper_count(parameters: int, activations: int, wbits: int, abits: int) -> PaperCount:
+def paper_count(parameters: int, activations: int, wbits: int | Fraction, abits: int) -> PaperCount:
     """Return the paper's figures for so many parameters and activations.
 
     Args:
         parameters: P.
         activations: A.
-        wbits: bits of a weight.
+        wbits: bits of a weight, on average.
         abits: bits of an activation.
 
     Returns:
@@ -80,12 +82,12 @@ class Operations:
     float_bit_operations: int
 
 
-def operations(layers: Sequence[LayerPlan], wbits: int, abits: int) -> Operations:
+def operations(layers: Sequence[LayerPlan], wbits: int | None, abits: int) -> Operations:
     """Count the arithmetic of ``layers``; what runs in float counts with 32 bits.
 
     Args:
         layers: the plan of every layer.
-        wbits: bits of a quantised weight.
+        wbits: bits of a quantised weight; None for those planned for each layer.
         abits: bits of an activation.
 
     Returns:
@@ -95,19 +97,34 @@ def operations(layers: Sequence[LayerPlan], wbits: int, abits: int) -> Operation
     for layer in layers:
         count = layer.multiply_adds or 0
         total += count
-        bits += count * (wbits if layer.quantized else 32) * (abits if layer.on_integers else 32)
+        bits += count * _width(layer, wbits) * (abits if layer.on_integers else 32)
     return Operations(total, bits, total * 32 * 32)
 
 
-def weight_bytes(prepared: Prepared, wbits: int) -> int:
+def mean_width(layers: Sequence[LayerPlan], config: QuantConfig) -> Fraction:
+    """Return the bits of a parameter, on average over the convolutions and fully connected layers."""
+    counted = [layer for layer in layers if layer.multiply_adds is not None]
+    total = sum(layer.parameters for layer in counted)
+    bits = sum(layer.parameters * config.width_of(layer.name) for layer in counted)
+    return Fraction(bits, total) if total else Fraction(0)
+
+
+def _width(layer: LayerPlan, wbits: int | None) -> int:
+    """Return the bits of a weight of ``layer``, planned ones if ``wbits`` is None."""
+    if not layer.quantized:
+        return 32
+    return layer.wbits or 32 if wbits is None else wbits
+
+
+def weight_bytes(prepared: Prepared, wbits: int | None) -> int:
     """Return the bytes of all parameters at their widths.
 
-    Quantised weights count ``wbits`` bits each, their layers a scale and a bias of 4 bytes for every output
+    Quantised weights count their bits, their layers a scale and a bias of 4 bytes for every output
     channel, everything else 4 bytes; what several layers share counts once.
 
     Args:
         prepared: the graph.
-        wbits: bits of a quantised weight; 32 for the float network.
+        wbits: bits of a quantised weight; None for those planned for each layer; 32 for the float network.
 
     Returns:
         The bytes.
@@ -120,7 +137,7 @@ def weight_bytes(prepared: Prepared, wbits: int) -> int:
             continue
         weight = master_weight(layer)
         if weight.data_ptr() not in seen:
-            total += math.ceil(weight.numel() * wbits / 8)
+            total += math.ceil(weight.numel() * _width(plan, wbits) / 8)
         seen.add(weight.data_ptr())
         total += 8 * _channels(layer)
     return total
@@ -148,7 +165,7 @@ def peak(live: Sequence[Live]) -> int:
     return max(entry.bytes for entry in live)
 
 
-def live_memory(prepared: Prepared, wbits: int, abits: int) -> list[Live]:
+def live_memory(prepared: Prepared, wbits: int | None, abits: int) -> list[Live]:
     """Follow the activations along the graph in execution order.
 
     A value exists from the operator that makes it to the last one that reads it; both it and what is read
@@ -157,7 +174,7 @@ def live_memory(prepared: Prepared, wbits: int, abits: int) -> list[Live]:
 
     Args:
         prepared: the graph, with shapes of its values.
-        wbits: bits of a quantised weight, 32 for float.
+        wbits: bits of a quantised weight; None for those planned for each layer; 32 for float.
         abits: bits of an activation on integers, 32 for float.
 
     Returns:

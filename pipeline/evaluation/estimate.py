@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -63,7 +63,9 @@ def _counts(prepared: Prepared, wbits: int, abits: int) -> dict[str, Any]:
         "planned_peak_bytes": cost_model.peak(cost_model.live_memory(prepared, wbits, abits)),
         "float_planned_peak_bytes": cost_model.peak(cost_model.live_memory(prepared, 32, 32)),
         **asdict(cost_model.operations(prepared.layers, wbits, abits)),
-        "layers": [asdict(layer) for layer in prepared.layers],
+        "layers": [
+            asdict(replace(layer, wbits=wbits if layer.quantized else None)) for layer in prepared.layers
+        ],
     }
 
 

@@ -114,7 +114,8 @@ def evaluate_file(
         raise UsageError(f"{spec} has no targets for the task {kind.name}: leave out `task`")
     kind.check_outputs(outputs, data_splits)
     if progress is not None:
-        progress.line(f"preprocessing: {data_splits.preprocess.describe()}")
+        used = data_splits.preprocess.describe_with_origin(fit["preprocess"] is not None, changes)
+        progress.line(f"preprocessing: {used}")
         if fit["preprocess"] is None and data_splits.preprocess.lacks_statistics:
             progress.line(f"warning: {UNSTATED}")
         progress.line(f"task: {describe(kind, data_splits, outputs)}")
@@ -287,7 +288,7 @@ def _read_inputs(
     from ul2q.pipeline.data.image_files import SUFFIXES, image_header
     from ul2q.pipeline.data.input_columns import Column, ImageColumn
     from ul2q.pipeline.data.preprocess import UNSTATED
-    from ul2q.pipeline.data.raw_datasets import make_column
+    from ul2q.pipeline.data.raw_datasets import make_column, takes_channels_last
     from ul2q.pipeline.data.raw_parts import Arrays
 
     recorded = recorded_preprocess(model)
@@ -304,8 +305,9 @@ def _read_inputs(
             raise UsageError(f"{model} takes {shape}, which no image fits: give a .npy file")
         for path in paths:  # refuse files that are no images first
             image_header(path)
-        column = ImageColumn(paths, preprocess.resolve(np.dtype(np.uint8), 0, 255, str(inputs)), shape)
-    said = [f"preprocessing: {column.preprocess.describe()}"]
+        resolved = preprocess.resolve(np.dtype(np.uint8), 0, 255, str(inputs))
+        column = ImageColumn(paths, resolved, shape, takes_channels_last(shape))
+    said = [f"preprocessing: {column.preprocess.describe_with_origin(bool(recorded), changes)}"]
     if not recorded and column.preprocess.lacks_statistics:
         said.append(f"warning: {UNSTATED}")
     values = column.fetch(np.arange(len(column))).numpy()

@@ -21,7 +21,7 @@ from ul2q.pipeline.quantize.grid import dequantize
 from ul2q.pipeline.report import weight_distribution as report_weights
 from ul2q.runtimes import onnxruntime as runtime
 
-_BENCH_RUNS = 100
+_BENCH_RUNS, _BENCH_SECONDS = 100, 3.0
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def _planned(plan: LayerPlan, prepared: Prepared) -> dict[str, Any]:
         "parameters": plan.parameters,
         "outputs": plan.outputs,
         "multiply_adds": plan.multiply_adds,
-        "wbits": config.weight_width if plan.quantized else None,
+        "wbits": plan.wbits,
         "abits": config.abits if plan.quantized and plan.reason is None else 32,
         "step": config.step if plan.quantized else None,
         "granularity": config.granularity if plan.quantized else None,
@@ -169,11 +169,12 @@ def constant_channels(weights: dict[str, LoweredWeight]) -> list[str]:
 
 def counted(prepared: Prepared) -> dict[str, Any]:
     """Return the counted part of the fields ``memory`` and ``operations``."""
-    wbits, abits = prepared.config.weight_width, prepared.config.abits
+    abits = prepared.config.abits
     parameters, activations = cost_model.paper_totals(prepared.layers)
-    paper = asdict(cost_model.paper_count(parameters, activations, wbits, abits))
+    mean = cost_model.mean_width(prepared.layers, prepared.config)
+    paper = asdict(cost_model.paper_count(parameters, activations, mean, abits))
     del paper["float_storage_bytes"]
-    live = cost_model.live_memory(prepared, wbits, abits)
+    live = cost_model.live_memory(prepared, None, abits)
     return {
         "memory": {
             "paper": paper,
@@ -181,7 +182,7 @@ def counted(prepared: Prepared) -> dict[str, Any]:
             "float_planned_peak_bytes": cost_model.peak(cost_model.live_memory(prepared, 32, 32)),
             "live": [asdict(entry) for entry in live],
         },
-        "operations": asdict(cost_model.operations(prepared.layers, wbits, abits)),
+        "operations": asdict(cost_model.operations(prepared.layers, None, abits)),
     }
 
 
@@ -197,7 +198,9 @@ def memory(files: Files) -> dict[str, Any]:
 
 def latency(files: Files, threads: int = 1) -> dict[str, Any]:
     """Return the latency of both files, measured alternately in a separate process."""
-    result = runtime.bench_apart(files.quantized, files.float, threads=threads, runs=_BENCH_RUNS)
+    result = runtime.bench_apart(
+        files.quantized, files.float, threads=threads, runs=_BENCH_RUNS, enough_seconds=_BENCH_SECONDS
+    )
     return {
         "float": result["against_median_ms"],
         "quantized": result["median_ms"],

@@ -11,7 +11,6 @@ it: rounding would cost accuracy and save nothing.
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,7 @@ from torch import fx, nn
 from torch.nn.utils import parametrize
 
 from ul2q.pipeline.config import QuantConfig
-from ul2q.pipeline.errors import UsageError, listed
+from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.graph.batch_norm import foldable_norm
 from ul2q.pipeline.graph.capture import EXAMPLE_BATCH, Captured, copy_graph
 from ul2q.pipeline.graph.dynamic_axes import Axes
@@ -33,7 +32,7 @@ from ul2q.pipeline.graph.operators.registry import (
     weighted_operator,
 )
 from ul2q.pipeline.graph.rebuild import attribute, stack_path
-from ul2q.pipeline.naming import unused_name
+from ul2q.pipeline.naming import matching, unused_name
 from ul2q.pipeline.quantize.fake import ActivationQuantizer, WeightQuantizer
 
 
@@ -86,6 +85,7 @@ class LayerPlan:
         quantized: whether its weight is quantised.
         reason: why it is not, or why it runs in float all the same; None when it runs on integers.
         multiply_adds: of a convolution or linear layer for one sample, over all its calls; None for others.
+        wbits: width of its quantised weight; None without one.
     """
 
     name: str
@@ -95,6 +95,7 @@ class LayerPlan:
     quantized: bool
     reason: str | None = None
     multiply_adds: int | None = None
+    wbits: int | None = None
 
     @property
     def on_integers(self) -> bool:
@@ -217,10 +218,9 @@ class _Preparation:
         layers = list(self.weighted)
         excluded: set[str] = set()
         for pattern in self.config.exclude:
-            matches = fnmatch.filter(layers, pattern)
-            if not matches:
-                raise UsageError(f"`exclude` {pattern}: no such layer; layers are {listed(layers)}")
-            excluded.update(matches)
+            excluded.update(matching(layers, pattern, "exclude"))
+        for pattern, _ in self.config.layer_wbits:
+            matching(layers, pattern, "wbits")
         return excluded
 
     def _quantize_weights(self) -> None:
@@ -230,7 +230,7 @@ class _Preparation:
             by_channel = self.config.granularity == "channel" and not operator.transposed
             granularity = "channel" if by_channel else "tensor"  # "auto" is decided in calibration
             quantizer = WeightQuantizer(
-                self.config.weight_width, granularity, quantizer=self.config.quantizer
+                self.config.width_of(name), granularity, quantizer=self.config.quantizer
             )
             # unsafe: the check would run the quantiser on meta data only to compare shapes that it keeps.
             parametrize.register_parametrization(self.modules[name], "weight", quantizer, unsafe=True)
@@ -304,7 +304,7 @@ class _Preparation:
         if name in self.excluded:
             return LayerPlan(name, op, count, outputs, False, "excluded by the configuration", adds)
         reason = operator.float_reason and f"quantised weights, float arithmetic: {operator.float_reason}"
-        return LayerPlan(name, op, count, outputs, True, reason, adds)
+        return LayerPlan(name, op, count, outputs, True, reason, adds, self.config.width_of(name))
 
     # Activations
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ul2q.pipeline.naming import unused_name
 
@@ -41,6 +42,10 @@ _BATCH_NORM_TYPES = nn.modules.batchnorm._BatchNorm
 _WEIGHT_SUFFIX = re.compile(
     r"(\.parametrizations\.\w+\.original\d*|\.parametrizations\.\w+|\.weight_[gv]|[._]weight)$"
 )
+
+
+def _certainly_equal(a: Any, b: Any) -> bool:
+    return statically_known_true(a == b)
 
 
 def attribute(root: nn.Module, target: str) -> Any:
@@ -95,7 +100,7 @@ class LayerBuilder:
         """Return a new graph module in eval mode, with layers in place of the aten calls."""
         self._note_unused()
         for node in list(self.graph.nodes):
-            if node.op == "call_function":
+            if node.op == "call_function" and not self._pass_on(node):
                 self._normalise(node)
         for node in list(self.graph.nodes):
             if node.op == "call_module" and node.target == "_guards_fn":
@@ -177,6 +182,17 @@ class LayerBuilder:
         with torch.no_grad():
             args = fx.node.map_arg(node.args, self._value)
             return node.target(*args, **fx.node.map_arg(node.kwargs, self._value))
+
+    def _pass_on(self, node: Any) -> bool:
+        """Return whether ``node`` is a reshape to the shape that its operand has, and was left out."""
+        if node.target not in (*_VIEWS, aten.reshape.default) or node.args[0] in self.constant:
+            return False
+        before, after = (n.meta["val"].shape for n in (node.args[0], node))
+        if len(before) != len(after) or not all(map(_certainly_equal, before, after)):
+            return False
+        node.replace_all_uses_with(node.args[0])
+        self.graph.erase_node(node)
+        return True
 
     def _normalise(self, node: Any) -> None:
         """Give the general convolution and products with a constant matrix the form that layers have.

@@ -70,6 +70,7 @@ def html(report: Report) -> str:
         ],
         loss=pictures.loss(report),
         sqnr=pictures.sqnr(report),
+        widths=pictures.widths(report),
         histograms=histograms,
         bands=any(drawn.band for drawn in histograms),
         sizes=pictures.sizes(report),

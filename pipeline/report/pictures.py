@@ -171,6 +171,28 @@ def epochs(report: Report) -> Chart:
     return Chart(rows, f"{axis.low:.3g}", f"{axis.high:.3g}")
 
 
+def widths(report: Report) -> Chart:
+    """Return the predicted loss of the best widths for each size, on a logarithmic axis."""
+    chosen = report["allocation"]
+    points = [] if chosen is None else [(p["weight_bytes"], p["predicted_loss"]) for p in chosen["curve"]]
+    points = [(size, loss) for size, loss in points if loss > 0]
+    if chosen is None or len(points) < 2:
+        return Chart()
+    axis = Axis(
+        math.log10(min(loss for _, loss in points)) - 0.1, math.log10(max(loss for _, loss in points))
+    )
+    nearest = min(points, key=lambda point: abs(point[0] - chosen["weight_bytes"]))
+    rows = [
+        Row(
+            text.size(size),
+            f"{loss:.2g}" + (" (nearest to the chosen)" if (size, loss) == nearest else ""),
+            (_bar(axis, axis.low, math.log10(loss), "after" if (size, loss) == nearest else "before"),),
+        )
+        for size, loss in points
+    ]
+    return Chart(rows, f"{10**axis.low:.1g}", f"{10**axis.high:.1g}")
+
+
 def sqnr(report: Report) -> Chart:
     """Return each layer's signal-to-noise ratio."""
     values = {layer["name"]: layer["sqnr_db"] for layer in report["layers"] if layer["sqnr_db"] is not None}

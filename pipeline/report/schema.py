@@ -222,6 +222,24 @@ class Epoch(TypedDict):
     score: float | None  # on validation samples, larger is better
 
 
+class CurvePoint(TypedDict):
+    """Bytes of all weights at the best widths for them, and what the loss is predicted to grow by."""
+
+    weight_bytes: int
+    predicted_loss: float
+
+
+class Allocation(TypedDict):
+    """How the width of every layer was chosen."""
+
+    limit_bytes: int | None
+    weight_bytes: int
+    predicted_loss: float
+    curve: list[CurvePoint]
+    measured_loss: float | None
+    drop: float | None  # points of the score on validation samples, without fine-tuning
+
+
 class Report(TypedDict):
     """The whole of report.json."""
 
@@ -246,6 +264,7 @@ class Report(TypedDict):
     load_ms: FloatAndQuantized  # median time of loading the file in ONNX Runtime
     cpu: Cpu
     epochs: list[Epoch]  # of the fine-tuning
+    allocation: Allocation | None
     warnings: list[str]
 
 

@@ -52,6 +52,8 @@ def title(report: Report) -> str:
     config = report["config"]
     wbits, abits = config.get("wbits"), config.get("abits")
     activations = "float activations" if abits == 32 else f"{abits}-bit activations"
+    if config.get("layer_wbits"):
+        return f"weights of mixed widths, {activations}"
     return f"{wbits}-bit weights, {activations}" if wbits else "compression report"
 
 
@@ -273,6 +275,7 @@ def summary(report: Report) -> list[Row]:
         *_accuracy_rows(report),
         *fidelities(report),
         _file_row(report),
+        *_width_rows(report),
         _latency_row(report),
         _load_row(report),
     ]
@@ -292,6 +295,21 @@ def _zeros_rows(report: Report) -> list[Row]:
         sum(row[0] * float(row[i] or 0) for row in known) / total if total else 0.0 for i in (1, 2)
     )
     return [Row("weights that are 0", percent(before), percent(after))] if before >= _SPARSE else []
+
+
+def _width_rows(report: Report) -> list[Row]:
+    """Return the chosen widths, and what the loss grows by, predicted and measured."""
+    chosen = report["allocation"]
+    if chosen is None:
+        return []
+    widths = sorted({row["wbits"] for row in report["layers"] if row["wbits"] is not None})
+    shown = f"{widths[0]}" if len(widths) == 1 else f"{widths[0]} to {widths[-1]}"
+    limit = f"for at most {size(chosen['limit_bytes'])}" if chosen["limit_bytes"] is not None else ""
+    if chosen["drop"] is not None:
+        limit = f"for a validation score {chosen['drop']:.2f} points lower before fine-tuning"
+    measured = "" if chosen["measured_loss"] is None else f", measured {chosen['measured_loss']:.2g}"
+    note = f"{shown} bits, {limit}; the loss grows by {chosen['predicted_loss']:.2g} as predicted{measured}"
+    return [Row("widths", note=note)]
 
 
 def _task_rows(report: Report) -> list[Row]:

@@ -102,7 +102,8 @@ def train(
             if resume:
                 run.restore(partial)
                 progress.line(f"resumed after epoch {run.epoch} of {settings.epochs}")
-            progress.line(f"preprocessing: {data.preprocess.describe()}")
+            used = data.preprocess.describe_with_origin(recorded=False, changes=changes)
+            progress.line(f"preprocessing: {used}")
             try:
                 _epochs(run, partial, progress)
                 _finish(run, output)

@@ -9,9 +9,8 @@ or nothing reads stays in float.
 
 from __future__ import annotations
 
-import fnmatch
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -20,10 +19,11 @@ import numpy as np
 from keras import layers
 
 from ul2q.pipeline.config import QuantConfig
-from ul2q.pipeline.errors import UsageError, listed
+from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.formats import keras_layout
 from ul2q.pipeline.formats.keras_graph import check_layout, functional, walk
 from ul2q.pipeline.graph.operators.activation_chains import CHAINS, expand
+from ul2q.pipeline.naming import matching
 from ul2q.pipeline.quantize.grid import dequantize
 from ul2q.pipeline.quantize.rules.mu_l2q import MuL2Q
 from ul2q.pipeline.quantize.steps import Step, candidates, choose_step
@@ -82,6 +82,7 @@ def quantize_model(
     granularity: str = "auto",
     fit: str = "minmax",
     step: str = "auto",
+    layer_wbits: Mapping[str, int] | None = None,
 ) -> keras.Model:
     """Return a model whose weights and activations are quantised in training, with the weights of ``model``.
 
@@ -91,7 +92,7 @@ def quantize_model(
 
     Args:
         model: a functional or sequential model with channels_last data.
-        wbits: width of a weight, 1..8.
+        wbits: width of a weight, 1..8, of the layers that ``layer_wbits`` does not name.
         abits: width of an activation: 8, or 32 for float.
         exclude: name patterns (fnmatch) of layers to leave in float.
         granularity: one (α, β) per "tensor" or per output "channel"; "auto" chooses by layer.
@@ -99,6 +100,7 @@ def quantize_model(
         step: "paper" for λ*σ, "mse" for the least squared error, "minmax" to reach the largest weight; "auto"
             chooses by layer (see `ul2q.pipeline.quantize.steps`). The choice is made here, from the weights;
             its ratio to them is kept in training.
+        layer_wbits: widths of layers by name pattern (fnmatch); the first that matches counts.
 
     Returns:
         A functional model. Quantisers are named ``<layer>_quantizer``.
@@ -107,7 +109,10 @@ def quantize_model(
         UsageError: a subclassed or channels_first model, an argument out of range, a pattern that matches
             nothing, or nothing to quantise.
     """
-    config = QuantConfig(wbits=wbits, abits=abits, granularity=granularity, step=step, exclude=tuple(exclude))
+    config = QuantConfig(
+        wbits=wbits, abits=abits, granularity=granularity, step=step, exclude=tuple(exclude),
+        layer_wbits=tuple((layer_wbits or {}).items()),
+    )  # fmt: skip
     return _Cloning(functional(model), config, fit).run()
 
 
@@ -207,13 +212,9 @@ class _Cloning:
             for layer in _all_layers(self.model)
             if type(layer) in {*WEIGHTED_LAYERS, layers.SeparableConv2D}
         ]
-        excluded: set[str] = set()
-        for pattern in patterns:
-            matches = fnmatch.filter(names, pattern)
-            if not matches:
-                raise UsageError(f"`exclude` {pattern}: no such layer; layers are {listed(names)}")
-            excluded.update(matches)
-        return excluded
+        for pattern, _ in self.config.layer_wbits:
+            matching(names, pattern, "layer_wbits")
+        return {name for pattern in patterns for name in matching(names, pattern, "exclude")}
 
     def _visit(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_layout(layer)
@@ -343,9 +344,10 @@ class _Cloning:
         key = (id(layer), config["name"])
         if key in self.copies:
             return self.copies[key](x)
-        step = self._step(twin, weights[0])
+        wbits = self.config.width_of(layer.name)
+        step = self._step(twin, weights[0], wbits)
         new = self.copies[key] = twin(
-            **config, wbits=self.config.wbits, abits=self.abits, granularity=step.granularity, step=step.name,
+            **config, wbits=wbits, abits=self.abits, granularity=step.granularity, step=step.name,
             symmetric=step.symmetric, dtype=layer.dtype_policy.name,
         )  # fmt: skip
         tensor = new(x)
@@ -356,9 +358,8 @@ class _Cloning:
         self.quantized += 1
         return tensor
 
-    def _step(self, twin: type[Weighted], kernel: Any) -> Step:
-        """Return the step of the least squared error of a kernel (rule: `choose_step`)."""
-        k = self.config.wbits
+    def _step(self, twin: type[Weighted], kernel: Any, k: int) -> Step:
+        """Return the step of the least squared error of a kernel at k bits (rule: `choose_step`)."""
         w = keras_layout.to_onnx(np.asarray(keras.ops.convert_to_numpy(kernel), np.float32), twin.kind, np)
         granularity = self.config.granularity if twin.per_channel_allowed else "tensor"
 

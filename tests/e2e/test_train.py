@@ -75,14 +75,18 @@ def test_every_command_takes_the_statistics_of_the_training(cli: Any, tmp_path: 
     model, photos, bare = tmp_path / "model.pt", tmp_path / "photos", tmp_path / "bare.pt"
     train = ("train", "mlp", "--data", photos, "--optimizer", "adam", "--lr", 0.01, "--batch-size", 7)
     done = cli(*train, *statistics, "-o", model)
-    assert "preprocessing: scale 1/255, mean 0.465, std 0.05\n" in done.err
+    assert (
+        "preprocessing: scale 1/255, mean 0.465, std 0.05 (scale: default; mean, std: option)\n" in done.err
+    )
     saved = torch.load(model, weights_only=True)
     assert (saved["preprocess"]["mean"], saved["preprocess"]["std"]) == ([0.465], [0.05])
     assert cli("evaluate", model, "--json").json()["top1"] == 1
     torch.save(saved["state_dict"], bare)
     arch = ("--arch", "mlp", "--arch-args", json.dumps(saved["arch_args"]), "--data", photos)
     right = cli("evaluate", bare, *arch, *statistics)
-    assert "preprocessing: scale 1/255, mean 0.465, std 0.05\n" in right.err
+    assert (
+        "preprocessing: scale 1/255, mean 0.465, std 0.05 (scale: default; mean, std: option)\n" in right.err
+    )
     assert "top1 100.00 %" in right.out
     wrong = cli("evaluate", bare, *arch)
     assert "warning: nothing states the --mean and --std" in wrong.err
@@ -95,13 +99,40 @@ def test_every_command_takes_the_statistics_of_the_training(cli: Any, tmp_path: 
     assert not any("nothing states" in warning for warning in stated.json()["warnings"])
     picture = ("run", tmp_path / "small" / "model.onnx", "--input", photos / "1")
     recorded = cli(*picture)
-    assert "preprocessing: scale 1/255, mean 0.465, std 0.05\n" in recorded.err
+    assert "preprocessing: scale 1/255, mean 0.465, std 0.05 (checkpoint)\n" in recorded.err
     assert all(line.split(": ")[1].startswith("1, ") for line in recorded.out.splitlines())
     dark = ("run", tmp_path / "small" / "model.onnx", "--input", photos / "0")
     assert all(line.split(": ")[1].startswith("0, ") for line in cli(*dark).out.splitlines())
     other = cli(*dark, "--mean", 0, "--std", 1)
-    assert "preprocessing: scale 1/255, mean 0, std 1\n" in other.err
+    assert "preprocessing: scale 1/255, mean 0, std 1 (scale: checkpoint; mean, std: option)\n" in other.err
     assert all(line.split(": ")[1].startswith("1, ") for line in other.out.splitlines())
+
+
+@pytest.mark.case("parts-at-places", outcome="works")
+def test_every_command_takes_the_parts_at_their_places(cli: Any, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    places = {name: tmp_path / f"{name}.npz" for name in ("train", "val", "test")}
+    for place in places.values():
+        y = np.arange(20) % 2
+        np.savez(
+            place, x=(rng.normal(size=(20, 1, 4, 4)) + 4 * y[:, None, None, None]).astype(np.float32), y=y
+        )
+    parts = [word for name, place in places.items() for word in (f"--{name}", place)]
+    model = tmp_path / "model.pt"
+    learn = ("--optimizer", "adam", "--lr", 0.03, "--epochs", 5, "--batch-size", 10, "-o", model)
+    done = cli("train", "mlp", *parts, *learn)
+    assert done.code == 0, done.err
+    saved = torch.load(model, weights_only=True)["data"]
+    assert saved["split"]["given"] == ["test", "validation"]
+    measured = cli("evaluate", model, "--test", places["test"], "--json").json()
+    assert (measured["samples"], measured["top1"], measured["note"]) == (20, 1, None)
+    small = cli("compress", model, *parts, "--wbits", 8, "--json", "-o", tmp_path / "small").json()
+    assert small["accuracy"]["float"] == 1
+    both = cli("train", "mlp", "--data", places["train"], "--train", places["train"])
+    assert both.code == 2
+    assert both.err.rstrip() == (
+        "error: --train, --val and --test take the place of --data: give one or the other"
+    )
 
 
 def test_inspect_lists_the_layers(cli: Any, checkpoint: Path) -> None:
@@ -213,7 +244,7 @@ def test_an_interrupt_leaves_the_old_file_and_can_be_resumed(tmp_path: Path) -> 
     command += ["--overwrite", "-o", str(path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
-    assert process.stderr.readline() == "preprocessing: scale 1/16\n"
+    assert process.stderr.readline() == "preprocessing: scale 1/16 (default)\n"
     assert process.stderr.readline().startswith("epoch 1/300")
     assert process.stderr.readline().startswith("epoch 2/300")
     process.send_signal(signal.SIGINT)

@@ -200,6 +200,7 @@ def test_bench_compares_two_models(make_matmul: MakeModel) -> None:
     assert result["p95_ms"] >= result["median_ms"] > 0
     assert (result["threads"], result["runs"], result["operators"]) == (1, 20, {"MatMul": 1})
     assert result["shares"] == {"MatMul": 1.0}
+    assert runtime.bench(small, runs=40, enough_seconds=0)["runs"] == runtime.LEAST_RUNS
     alone = runtime.bench(small, runs=3)
     assert alone["against_median_ms"] is None
     assert alone["ratio"] is None

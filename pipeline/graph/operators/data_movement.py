@@ -22,6 +22,11 @@ def _pad(call: Call, codes: Any, zero_point: int, widths: Any, *_: Any) -> Any:
     return call("aten.constant_pad_nd.default", codes, widths, zero_point)
 
 
+def _max_pool2d(call: Call, codes: Any, zero_point: int, *sizes: Any) -> Any:  # noqa: ARG001
+    """Return the pooling of codes laid out in order: torch cannot pool bytes with the channels last."""
+    return call("aten.max_pool2d.default", call("aten.contiguous.default", codes), *sizes)
+
+
 def _max_pool1d(call: Call, codes: Any, zero_point: int, kernel: Any, *rest: Any) -> Any:  # noqa: ARG001
     """Return the pooling in two dimensions: torch has none in one for codes."""
     defaults: list[Any] = [[], [0], [1], False]
@@ -46,9 +51,10 @@ OPERATORS = (
             "aten.permute.default", "aten.transpose.int", "aten.t.default", "aten.slice.Tensor",
             "aten.select.int", "aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default",
             "aten.unbind.int", "aten.clone.default", "aten.expand.default", "aten.pixel_shuffle.default",
-            "aten.upsample_nearest2d.vec", "aten.max_pool2d.default",
+            "aten.upsample_nearest2d.vec",
         )
     ),
+    MovingOperator(targets=("aten.max_pool2d.default",), on_codes=_max_pool2d),
     MovingOperator(targets=("aten.max_pool1d.default",), on_codes=_max_pool1d),
     MovingOperator(
         targets=("aten.constant_pad_nd.default", "aten.pad.default"),

@@ -5,11 +5,11 @@ from __future__ import annotations
 import keras
 
 from ul2q.pipeline.formats.keras_graph import functional, walk
-from ul2q.pipeline.importers.keras import unweighted_layers, weighted_layers
+from ul2q.pipeline.importers.keras import sequence_layers, unweighted_layers, weighted_layers
 from ul2q.pipeline.importers.keras.translator import Ref, Translated, Translator
 
 #: by the name of the Keras class
-HANDLERS = {**unweighted_layers.HANDLERS, **weighted_layers.HANDLERS}
+HANDLERS = {**unweighted_layers.HANDLERS, **weighted_layers.HANDLERS, **sequence_layers.HANDLERS}
 
 
 def to_torch(model: keras.Model, *, drop_softmax: bool = False) -> Translated:

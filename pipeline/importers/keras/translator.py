@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -115,6 +116,10 @@ class Translator:
         self.result.network.count = len(self.refs)
         self.result.network.input_types = tuple(torch.float32 for _ in self.refs)
         self.modules: dict[tuple[int, str], str] = {}
+        self.own_layers: dict[tuple[str, tuple[int, ...]], Any] = {}
+        #: order of the rows that a dense layer was first called with
+        self.flats: dict[int, tuple[int, ...] | None] = {}
+        self.turns: dict[int, tuple[int, tuple[int, ...]]] = {}
 
     def finish(self, outputs: Sequence[Ref]) -> Translated:
         """Return the network with these outputs."""
@@ -151,6 +156,15 @@ class Translator:
         network.count += 1
         return Ref(network.count - 1, tuple(shape), flat)
 
+    def turned(self, layer: Any, ref: Ref, order: tuple[int, ...], part: str) -> Ref:
+        """Return ``ref`` with its axes in another order; two turns that cancel are none."""
+        source, earlier = self.turns.get(ref.index, (ref.index, ()))
+        if earlier and tuple(earlier[axis] for axis in order) == tuple(range(len(order))):
+            return Ref(source, ref.shape)
+        result = self.add(layer, [ref], Function(lambda x: x.permute(order)), ref.shape, part)
+        self.turns[result.index] = (ref.index, order)
+        return result
+
     def ordered(self, ref: Ref) -> Ref:
         """Return a flattened image with its elements in Keras' order."""
         if ref.flat is None:
@@ -161,10 +175,26 @@ class Translator:
             image = x.reshape(-1, *flat)
             return image.permute(0, *range(2, image.ndim), 1).flatten(1)
 
-        class Layer:
-            name = "reorder"
+        return self.add(self._own("reorder", flat), [ref], Function(reorder), ref.shape)
 
-        return self.add(Layer(), [ref], Function(reorder), ref.shape)
+    def in_order(self, ref: Ref, flat: tuple[int, ...] | None) -> Ref:
+        """Return a row with its elements in the order of the flattened image ``flat``, or in Keras' order."""
+        if ref.flat == flat:
+            return ref
+        ref = self.ordered(ref)
+        if flat is None:
+            return ref
+        channels, *spatial = flat
+
+        def reorder(x: Tensor) -> Tensor:
+            image = x.reshape(-1, *spatial, channels)
+            return image.permute(0, image.ndim - 1, *range(1, image.ndim - 1)).flatten(1)
+
+        return self.add(self._own("order", flat), [ref], Function(reorder), ref.shape, flat=flat)
+
+    def _own(self, name: str, flat: tuple[int, ...]) -> Any:
+        """Return what stands for a layer of the translator's own; it is kept, as layers go by identity."""
+        return self.own_layers.setdefault((name, flat), SimpleNamespace(name=name))
 
     def visit(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the value of a layer's output.

@@ -148,7 +148,7 @@ def _pool(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[Any,
 def _global_pool(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[Any, ...]) -> Ref:
     axes = tuple(range(2, len(refs[0].shape)))
     keep = bool(layer.keepdims)
-    if type(layer).__name__ == "GlobalMaxPooling2D":
+    if type(layer).__name__.startswith("GlobalMaxPooling"):
         return translator.add(layer, refs, Function(lambda x: torch.amax(x, axes, keep)), shape)
     return translator.add(layer, refs, Function(lambda x: torch.mean(x, axes, keep)), shape)
 
@@ -245,6 +245,7 @@ HANDLERS: dict[str, Handler] = {
     "AveragePooling2D": _pool,
     "GlobalAveragePooling2D": _global_pool,
     "GlobalAveragePooling1D": _global_pool,
+    "GlobalMaxPooling1D": _global_pool,
     "GlobalMaxPooling2D": _global_pool,
     "UpSampling2D": _upsample,
     "Rescaling": _rescale,

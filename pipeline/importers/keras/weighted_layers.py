@@ -12,7 +12,6 @@ from torch import nn
 
 from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.importers.keras.translator import (
-    Function,
     Handler,
     Ref,
     Translator,
@@ -147,7 +146,7 @@ def _transposed(translator: Translator, layer: Any, refs: list[Ref], shape: tupl
 
 
 def _dense(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[Any, ...]) -> Ref:
-    (ref,) = refs
+    ref = translator.in_order(refs[0], translator.flats.setdefault(id(layer), refs[0].flat))
     _register(translator, layer, clean(layer.name), ref.flat)
     kernel = to_array(layer.kernel).T
     if ref.flat is not None:
@@ -158,16 +157,12 @@ def _dense(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[Any
     module: nn.Module = nn.Linear(kernel.shape[1], len(kernel), layer.bias is not None, device="meta")
     module = _load(module, kernel, layer.bias)
     if len(ref.shape) > 2:
-        ref = _turned(translator, layer, ref, (0, *range(2, len(ref.shape)), 1), "_last")
+        ref = translator.turned(layer, ref, (0, *range(2, len(ref.shape)), 1), "_last")
     result = translator.add(layer, [ref], module, shape)
     if len(shape) > 2:
         n = len(shape)
-        result = _turned(translator, layer, result, (0, n - 1, *range(1, n - 1)), "_first")
+        result = translator.turned(layer, result, (0, n - 1, *range(1, n - 1)), "_first")
     return _activated(translator, layer, result)
-
-
-def _turned(translator: Translator, layer: Any, ref: Ref, order: tuple[int, ...], part: str) -> Ref:
-    return translator.add(layer, [ref], Function(lambda x: x.permute(order)), ref.shape, part)
 
 
 def _norm(translator: Translator, layer: Any, refs: list[Ref], shape: tuple[Any, ...]) -> Ref:

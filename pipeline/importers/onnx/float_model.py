@@ -163,6 +163,7 @@ def compare(network: OnnxNetwork, path: Path, example: Sequence[Tensor]) -> None
         UsageError: the outputs differ, or the network does not run.
     """
     live = runtime.session(path, 1)
+    _check_layout(path, live.get_inputs()[0].shape, example[0])
     generator = torch.Generator().manual_seed(0)
     for batch in _BATCHES:
         inputs = [_varied(x, batch, generator) for x in example]
@@ -187,6 +188,22 @@ def compare(network: OnnxNetwork, path: Path, example: Sequence[Tensor]) -> None
         leaves = [leaf for leaf in pytree.tree_leaves(actual) if isinstance(leaf, Tensor)]
         for (name, expected), output in zip(reference.items(), leaves, strict=True):
             _check_same(path, name, batch, output.numpy(), expected[:batch], network.is_half)
+
+
+def _check_layout(path: Path, taken: Sequence[Any], x: Tensor) -> None:
+    """Check that a model of images of any size with the channels last does not get them first.
+
+    Raises:
+        UsageError: it does.
+    """
+    if len(taken) != 4 or x.ndim != 4 or not isinstance(taken[3], int) or isinstance(taken[1], int):
+        return
+    if x.shape[3] != taken[3] == x.shape[1]:
+        raise UsageError(
+            f"{path}: this model takes NHWC [N, height, width, {taken[3]}]; the samples are NCHW "
+            f"[N, {', '.join(map(str, x.shape[1:]))}]: give arrays in its order, and `input_shape` as "
+            f"(height, width, {taken[3]})"
+        )
 
 
 def _check_same(path: Path, name: str, batch: int, actual: Any, reference: Any, half: bool) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ul2q.pipeline.importers.onnx.resize import resize
 from ul2q.pipeline.importers.onnx.shape_operators import each
 from ul2q.pipeline.importers.onnx.values import Operator, Step, is_shape, number, numbers, option, tensor
 
@@ -19,6 +20,8 @@ _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _CONV_TRANSPOSE: dict[int, Any] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 _MAX_POOL: dict[int, Any] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 _AVERAGE_POOL: dict[int, Any] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+
+_NEW_SOFTMAX = 13  # from here on along one axis
 
 
 def _pads(
@@ -68,17 +71,29 @@ def _conv_transpose(step: Step, x: Tensor, weight: Tensor, bias: Tensor | None =
     stride, dilation = step.get("strides", [1] * count), step.get("dilations", [1] * count)
     extra = list(step.get("output_padding", [0] * count))
     pads = list(step.get("pads", [0] * 2 * count))
-    if step.get("auto_pad", "NOTSET") not in {"NOTSET", "VALID"} or "output_shape" in step.attributes:
-        raise step.refuse("auto_pad and output_shape are not supported: export it with pads")
+    auto, wanted = step.get("auto_pad", "NOTSET"), step.get("output_shape")
+    if auto.startswith("SAME") or wanted:
+        spans = zip(stride, weight.shape[2:], dilation, extra, x.shape[2:], strict=True)
+        for i, (s, k, d, e, size) in enumerate(spans):
+            if not isinstance(size, int):
+                raise step.refuse("auto_pad and output_shape are supported for a fixed image size only")
+            total = s * (size - 1) + e + (k - 1) * d + 1 - (wanted[i - count] if wanted else size * s)
+            small = total // 2
+            pads[i] = small if auto == "SAME_UPPER" else total - small
+            pads[count + i] = total - pads[i]
+    elif auto == "VALID":
+        pads = [0] * 2 * count
     begins, ends = pads[:count], pads[count:]
-    if begins != ends:  # the output is cut at its end: the same as a smaller output padding
-        extra = [e + b - a for e, b, a in zip(extra, begins, ends, strict=True)]
-        if any(e < 0 for e in extra):
-            raise step.refuse(f"pads {pads} are not supported")
-    result: Tensor = _CONV_TRANSPOSE[count](
-        x, weight, bias, list(stride), begins, extra, step.get("group", 1), list(dilation)
-    )
-    return result
+    left = [e + b - a for e, b, a in zip(extra, begins, ends, strict=True)]
+    transposed = functools.partial(
+        _CONV_TRANSPOSE[count], x, weight, bias, list(stride),
+        groups=step.get("group", 1), dilation=list(dilation),
+    )  # fmt: skip
+    if min(begins) >= 0 and min(left) >= 0:  # the output is cut at its end by a smaller output padding
+        result: Tensor = transposed(padding=begins, output_padding=left)
+        return result
+    cuts = [-p for pair in reversed(list(zip(begins, ends, strict=True))) for p in pair]
+    return F.pad(transposed(output_padding=extra), cuts)
 
 
 def linear(_step: Step, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -107,16 +122,22 @@ def _instance_norm(step: Step, x: Tensor, scale: Tensor, bias: Tensor) -> Tensor
     return F.instance_norm(x, weight=scale, bias=bias, eps=step.get("epsilon", 1e-5))
 
 
-def _layer_norm(step: Step, x: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    axis = step.get("axis", -1) % x.ndim
+def _layer_norm(step: Step, x: Tensor, scale: Tensor, bias: Tensor | None = None) -> Any:
+    axis, epsilon = step.get("axis", -1) % x.ndim, step.get("epsilon", 1e-5)
     shape = [int(s) for s in x.shape[axis:]]
-    return F.layer_norm(
+    shift = None if bias is None else bias.expand(shape)
+    y = F.layer_norm(
         x,
         shape,
-        scale.reshape(shape),
-        None if bias is None else bias.reshape(shape),
-        step.get("epsilon", 1e-5),
+        scale.reshape(shape) if scale.numel() == math.prod(shape) else scale.expand(shape),
+        shift,
+        epsilon,
     )
+    if not any(step.outputs[1:]):
+        return y
+    axes = list(range(axis, x.ndim))
+    spread = x.var(axes, correction=0, keepdim=True)
+    return y, x.mean(axes, keepdim=True), torch.rsqrt(spread + epsilon)
 
 
 def _group_norm(step: Step, x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
@@ -128,6 +149,9 @@ def _max_pool(step: Step, x: Tensor) -> Tensor:
     count = len(kernel)
     stride, dilation = list(step.get("strides", [1] * count)), list(step.get("dilations", [1] * count))
     begins, ends = _pads(step, x, kernel, stride, dilation)
+    if any(2 * pad > size for pad, size in zip(begins, kernel, strict=True)):
+        flat = [p for pair in reversed(list(zip(begins, ends, strict=True))) for p in pair]
+        x, begins, ends = F.pad(x, flat, value=-math.inf), [0] * count, [0] * count
     x, padding = _padded(x, begins, ends, -math.inf)
     result: Tensor = _MAX_POOL[count](x, kernel, stride, padding, dilation, bool(step.get("ceil_mode", 0)))
     return result
@@ -136,14 +160,24 @@ def _max_pool(step: Step, x: Tensor) -> Tensor:
 def _average_pool(step: Step, x: Tensor) -> Tensor:
     kernel = list(step.get("kernel_shape"))
     count, counts = len(kernel), bool(step.get("count_include_pad", 0))
-    stride = list(step.get("strides", [1] * count))
-    begins, ends = _pads(step, x, kernel, stride, [1] * count)
-    if begins != ends and not counts:
-        raise step.refuse("unequal padding with count_include_pad=0 is not supported")
-    x, padding = _padded(x, begins, ends, 0.0)
+    stride, dilation = list(step.get("strides", [1] * count)), list(step.get("dilations", [1] * count))
+    begins, ends = _pads(step, x, kernel, stride, dilation)
     ceil = bool(step.get("ceil_mode", 0))
-    result: Tensor = _AVERAGE_POOL[count](x, kernel, stride, padding, ceil, counts or not any(padding))
-    return result
+    plain = set(dilation) == {1} and all(2 * pad <= size for pad, size in zip(begins, kernel, strict=True))
+    if plain and (begins == ends or counts):
+        x, padding = _padded(x, begins, ends, 0.0)
+        pool = _AVERAGE_POOL[count]
+        result: Tensor = pool(x, kernel, stride, padding, ceil, counts or not any(padding))
+        return result
+    if ceil:
+        raise step.refuse("ceil_mode with uneven padding or dilation is not supported")
+    # the mean of the values that count, which are those of the image, or of the padded image
+    ones = torch.ones_like(x[:1])
+    flat = [p for pair in reversed(list(zip(begins, ends, strict=True))) for p in pair]
+    x, ones = F.pad(x, flat), F.pad(ones, flat, value=1.0 if counts else 0.0)
+    whole = [0] * count
+    total = _window_sums(x, kernel, stride, whole, dilation)
+    return total / _window_sums(ones, kernel, stride, whole, dilation)
 
 
 def _global_average(_step: Step, x: Tensor) -> Tensor:
@@ -161,6 +195,8 @@ def _clip(step: Step, *inputs: Any) -> Tensor:
         for i, n in ((1, "min"), (2, "max"))
     ]
     low, high = (None if v is None else number(step, v) for v in bounds)
+    if low is None and high is None:
+        return x
     if low == 0 and high is None:
         return torch.relu(x)
     return torch.clamp(x, low, high)
@@ -168,7 +204,7 @@ def _clip(step: Step, *inputs: Any) -> Tensor:
 
 def _softmax(of: Callable[..., Tensor]) -> Operator:
     def run(step: Step, x: Tensor) -> Tensor:
-        if step.opset >= 13:
+        if step.opset >= _NEW_SOFTMAX:
             return of(x, step.get("axis", -1))
         axis = step.get("axis", 1) % x.ndim  # older opsets flatten from the axis on
         return of(x.flatten(axis), -1).reshape(x.shape)
@@ -177,7 +213,12 @@ def _softmax(of: Callable[..., Tensor]) -> Operator:
 
 
 def _prelu(_step: Step, x: Tensor, slope: Tensor) -> Tensor:
-    return F.prelu(x, slope.reshape(-1))
+    by_channel = slope.numel() == 1 or (
+        x.ndim - slope.ndim in {0, 1} and slope.numel() == x.shape[1] == slope.shape[1 - x.ndim + slope.ndim]
+    )
+    if by_channel:
+        return F.prelu(x, slope.reshape(-1))
+    return torch.relu(x) - slope * torch.relu(-x)
 
 
 def _gelu(step: Step, x: Tensor) -> Tensor:
@@ -191,7 +232,7 @@ def _hard_sigmoid(step: Step, x: Tensor) -> Tensor:
 def _reduce(of: Callable[[Tensor, list[int], bool], Tensor]) -> Operator:
     def run(step: Step, *inputs: Any) -> Tensor:
         x, axes = inputs[0], option(step, inputs, 1, "axes")
-        if axes is None:
+        if not axes:
             if step.get("noop_with_empty_axes", 0):
                 return x
             axes = list(range(x.ndim))
@@ -213,7 +254,10 @@ def _reduce_product(step: Step, *inputs: Any) -> Any:
 
 
 def _arg_max(step: Step, x: Tensor) -> Tensor:
-    return x.argmax(step.get("axis", 0), keepdim=bool(step.get("keepdims", 1)))
+    axis, keep = step.get("axis", 0), bool(step.get("keepdims", 1))
+    if step.get("select_last_index", 0):
+        return x.shape[axis] - 1 - x.flip(axis).argmax(axis, keepdim=keep)
+    return x.argmax(axis, keepdim=keep)
 
 
 def _extreme(
@@ -253,7 +297,8 @@ def _top_k(step: Step, x: Tensor, k: Any = None) -> tuple[Tensor, Tensor]:
 
 def _lp_normalization(step: Step, x: Tensor) -> Tensor:
     axis, power = step.get("axis", -1), step.get("p", 2)
-    return x / torch.linalg.vector_norm(x, power, axis, keepdim=True)
+    size = torch.linalg.vector_norm(x, power, axis, keepdim=True)
+    return x / torch.where(size == 0, torch.ones_like(size), size)  # zeros stay zeros
 
 
 def _mean_variance(step: Step, x: Tensor) -> Tensor:
@@ -276,48 +321,89 @@ def _grid_sample(step: Step, x: Tensor, grid: Tensor) -> Tensor:
     return F.grid_sample(x, grid, mode, padding, corners)
 
 
-def _resize(step: Step, *inputs: Any) -> Tensor:
-    """Return ``x`` resized over its last dimensions (Resize, or Upsample in older files)."""
-    x = inputs[0]
-    old = step.op == "Upsample" or step.opset < 11
-    scales = inputs[1] if old and len(inputs) > 1 else (inputs[2] if len(inputs) > 2 else None)
-    scales = step.get("scales") if scales is None else scales
-    sizes = inputs[3] if len(inputs) > 3 else None
-    mode, place = step.get("mode", "nearest"), step.get("coordinate_transformation_mode", "half_pixel")
-    if sizes is not None:
-        size: Any = numbers(step, sizes)[2:]
-        factor = None
-    else:
-        values = scales.tolist() if isinstance(scales, Tensor) else [float(s) for s in scales]
-        if values[:2] != [1.0, 1.0]:
-            raise step.refuse("batch and channels cannot be resized")
-        factor = values[2:]
-        size = None
-    if mode == "nearest":
-        rounding = step.get("nearest_mode", "round_prefer_floor")
-        whole = factor is None or all(f == int(f) for f in factor)
-        if not (old or place == "asymmetric" or whole) or (
-            place == "asymmetric" and rounding not in {"floor", "round_prefer_floor"}
-        ):
-            raise step.refuse(f"nearest with {place} and {rounding} is not supported")
-        return F.interpolate(x, size, factor, mode="nearest")
-    modes = {
-        ("linear", 1): "linear",
-        ("linear", 2): "bilinear",
-        ("linear", 3): "trilinear",
-        ("cubic", 2): "bicubic",
-    }
-    name = modes.get((mode, x.ndim - 2))
-    if name is None or place not in {"half_pixel", "pytorch_half_pixel", "align_corners"}:
-        raise step.refuse(f"mode {mode} with {place} is not supported")
-    antialias = bool(step.get("antialias", 0))
-    return F.interpolate(x, size, factor, name, align_corners=place == "align_corners", antialias=antialias)
-
-
 def _cum_sum(step: Step, x: Tensor, axis: Any) -> Tensor:
-    if step.get("exclusive", 0) or step.get("reverse", 0):
-        raise step.refuse("exclusive and reverse are not supported")
-    return x.cumsum(number(step, axis))
+    along = number(step, axis)
+    x = x.flip(along) if step.get("reverse", 0) else x
+    total = x.cumsum(along)
+    total = total - x if step.get("exclusive", 0) else total
+    return total.flip(along) if step.get("reverse", 0) else total
+
+
+def _selu(step: Step, x: Tensor) -> Tensor:
+    alpha, gamma = step.get("alpha"), step.get("gamma")
+    if alpha is None and gamma is None:
+        return F.selu(x)
+    alpha, gamma = alpha or 1.6732631921768188, gamma or 1.0507010221481323
+    return gamma * (torch.relu(x) + alpha * torch.expm1(-torch.relu(-x)))
+
+
+def _is_inf(step: Step, x: Tensor) -> Tensor:
+    positive, negative = step.get("detect_positive", 1), step.get("detect_negative", 1)
+    if positive and negative:
+        return torch.isinf(x)
+    if not positive and not negative:
+        return torch.zeros_like(x, dtype=torch.bool)
+    return x == (math.inf if positive else -math.inf)
+
+
+def _hardmax(step: Step, x: Tensor) -> Tensor:
+    if step.opset < _NEW_SOFTMAX:
+        axis = step.get("axis", 1) % x.ndim  # older opsets flatten from the axis on
+        return _hard(x.flatten(axis), -1).reshape(x.shape)
+    return _hard(x, step.get("axis", -1) % x.ndim)
+
+
+def _hard(x: Tensor, axis: int) -> Tensor:
+    indices = torch.arange(x.shape[axis])
+    places = indices.reshape([-1 if i == axis % x.ndim else 1 for i in range(x.ndim)])
+    return (x.argmax(axis, keepdim=True) == places).to(x.dtype)
+
+
+def _shrink(step: Step, x: Tensor) -> Tensor:
+    limit, bias = step.get("lambd", 0.5), step.get("bias", 0.0)
+    nothing = torch.zeros_like(x)
+    return torch.where(x < -limit, x + bias, torch.where(x > limit, x - bias, nothing))
+
+
+def _lp_pool(step: Step, x: Tensor) -> Tensor:
+    kernel = list(step.get("kernel_shape"))
+    count, power = len(kernel), step.get("p", 2)
+    stride, dilation = list(step.get("strides", [1] * count)), list(step.get("dilations", [1] * count))
+    begins, ends = _pads(step, x, kernel, stride, dilation)
+    if step.get("ceil_mode", 0):
+        raise step.refuse("ceil_mode is not supported")
+    x, padding = _padded(x, begins, ends, 0.0)
+    return _window_sums(x.abs() ** power, kernel, stride, padding, dilation) ** (1 / power)
+
+
+def _window_sums(
+    x: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int]
+) -> Tensor:
+    """Return the sum of every window, for each channel by itself."""
+    channels, count = int(x.shape[1]), len(kernel)
+    ones = torch.ones(channels, 1, *kernel)
+    result: Tensor = _CONV[count](x, ones, None, stride, padding, dilation, channels)
+    return result
+
+
+def _global_lp_pool(step: Step, x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, step.get("p", 2), list(range(2, x.ndim)), keepdim=True)
+
+
+def _rms_norm(step: Step, x: Tensor, scale: Tensor) -> Tensor:
+    axes = list(range(step.get("axis", -1) % x.ndim, x.ndim))
+    return x * torch.rsqrt(x.square().mean(axes, keepdim=True) + step.get("epsilon", 1e-5)) * scale
+
+
+def _col_to_image(step: Step, x: Tensor, image: Any, block: Any) -> Tensor:
+    sizes, kernel = numbers(step, image), numbers(step, block)
+    if len(sizes) != 2:
+        raise step.refuse("only images of two dimensions are supported")
+    pads = list(step.get("pads", [0] * 4))
+    padded = [size + pads[i] + pads[i + 2] for i, size in enumerate(sizes)]
+    dilation, stride = (tuple(step.get(name, [1, 1])) for name in ("dilations", "strides"))
+    y = F.fold(x, tuple(padded), tuple(kernel), dilation, 0, stride)
+    return y[:, :, pads[0] : pads[0] + sizes[0], pads[1] : pads[1] + sizes[1]]
 
 
 def _unary(function: Callable[[Tensor], Tensor]) -> Operator:
@@ -369,8 +455,8 @@ OPERATORS: dict[str, Operator] = {
     "GridSample": _grid_sample,
     "Celu": lambda step, x: F.celu(x, step.get("alpha", 1.0)),
     "ThresholdedRelu": lambda step, x: F.threshold(x, step.get("alpha", 1.0), 0.0),
-    "Resize": _resize,
-    "Upsample": _resize,
+    "Resize": resize,
+    "Upsample": resize,
     "CumSum": _cum_sum,
     "Relu": _unary(torch.relu),
     "Sigmoid": _unary(torch.sigmoid),
@@ -378,7 +464,7 @@ OPERATORS: dict[str, Operator] = {
     "HardSwish": _unary(F.hardswish),
     "Softplus": _unary(F.softplus),
     "Softsign": _unary(F.softsign),
-    "Selu": _unary(F.selu),
+    "Selu": _selu,
     "Mish": _unary(F.mish),
     "Exp": _unary(torch.exp),
     "Log": _unary(torch.log),
@@ -398,6 +484,18 @@ OPERATORS: dict[str, Operator] = {
     "Cosh": _unary(torch.cosh),
     "Swish": lambda step, x: x * torch.sigmoid(x * step.get("alpha", 1.0)),
     "IsNaN": lambda _step, x: torch.isnan(x),
-    "IsInf": lambda _step, x: torch.isinf(x),
+    "IsInf": _is_inf,
+    "Hardmax": _hardmax,
+    "Shrink": _shrink,
+    "LpPool": _lp_pool,
+    "GlobalLpPool": _global_lp_pool,
+    "RMSNormalization": _rms_norm,
+    "Col2Im": _col_to_image,
+    "Acos": _unary(torch.acos),
+    "Acosh": _unary(torch.acosh),
+    "Asin": _unary(torch.asin),
+    "Asinh": _unary(torch.asinh),
+    "Atanh": _unary(torch.atanh),
+    "Det": _unary(torch.linalg.det),
     "Reciprocal": _unary(torch.reciprocal),
 }  # fmt: skip

@@ -16,13 +16,16 @@ from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 
 from ul2q.pipeline.graph.rebuild import assign, attribute
-from ul2q.pipeline.importers.onnx import layer_operators, shape_operators
+from ul2q.pipeline.importers.onnx import layer_operators, recurrent, shape_operators
+from ul2q.pipeline.importers.onnx.layouts import without_cancelling_transposes
 from ul2q.pipeline.importers.onnx.values import Operator, Step, UnsupportedError, plain
+from ul2q.pipeline.importers.onnx.whole_layers import with_whole_layers
 from ul2q.pipeline.naming import unused_name
 
 OPERATORS: dict[str, Operator] = {
     **shape_operators.OPERATORS,
     **layer_operators.OPERATORS,
+    **recurrent.OPERATORS,
     "Linear": layer_operators.linear,
 }
 #: parameter names of an operator's inputs, in order; None is the data
@@ -36,11 +39,21 @@ _LAYERS = {
     "InstanceNormalization": (None, "weight", "bias"),
     "PRelu": (None, "weight"),
     "Gather": ("weight",),
+    **dict.fromkeys(recurrent.OPERATORS, recurrent.ROLES),
 }
 _OPERATOR_NAME = re.compile(r"(Conv|ConvTranspose|Gemm|MatMul|\w*Normalization|PRelu|Gather)(_\d+)?")
 #: operators whose inputs after the first are settings
 _CONFIGURED = {"Clip", "Pad", "Resize", "Upsample", "Slice", "Squeeze", "Unsqueeze", "Split"}
 _NARROW = {torch.float16, torch.bfloat16, torch.float64}
+_CUT = "cut the model before it (onnx.utils.extract_model), or give the checkpoint it was exported from"
+#: what to do about operators that are not read, by their types
+_ADVICE = {
+    "If|Loop|Scan|SequenceMap": "its flow depends on the input: export a model without loops and branches",
+    "Random.*|Bernoulli|Multinomial": "it draws random numbers: export the model after model.eval()",
+    ".*Loss": "export the model without its loss",
+    "Sequence.*|SplitToSequence|ConcatFromSequence|Optional.*": "give a model without sequences of tensors",
+    "String.*|RegexFullMatch|TfIdfVectorizer|ImageDecoder": "prepare texts and images before the model",
+}
 # Name of the batch size among the values of the graph.
 _BATCH = "@batch"
 # Largest constant that an operator may generate from a few bytes of the file, in elements.
@@ -78,8 +91,12 @@ class OnnxNetwork(nn.Module):
         )
         self.batch, self.is_half, self.opset = batch, half, opset
         steps = self._steps(graph.node, arrays)
+        _check_results(steps, self.output_names)
         constants = {name: plain(to_tensor(value)) for name, value in arrays.items()}
-        steps = _with_separate_tensors(_with_linear_layers(steps, constants, self.output_names), constants)
+        ranks = {v.name: len(v.type.tensor_type.shape.dim) for v in graph.input if v.name not in arrays}
+        steps = without_cancelling_transposes(steps, constants, self.output_names, ranks)
+        steps = with_whole_layers(steps, constants, self.output_names)
+        steps = _with_separate_tensors(steps, constants)
         self.settings = _settings(steps, constants, self.output_names)
         self.places = self._register(steps, constants)
         self.steps = tuple(steps)
@@ -160,6 +177,18 @@ class OnnxNetwork(nn.Module):
         return places
 
 
+def _check_results(steps: Sequence[Step], outputs: Sequence[str]) -> None:
+    """Check that nobody reads a result that is not computed.
+
+    Raises:
+        UnsupportedError: somebody does.
+    """
+    read = {name for step in steps for name in step.inputs} | set(outputs)
+    for step in steps:
+        if step.op == "MaxPool" and read & set(step.outputs[1:]):
+            raise step.refuse("its second output, the places of the maxima, is not supported")
+
+
 def _constants_in_use(
     steps: Sequence[Step], constants: Mapping[str, Any], outputs: Sequence[str]
 ) -> list[str]:
@@ -207,11 +236,15 @@ def _attribute(proto: onnx.AttributeProto) -> Any:
     if proto.type == onnx.AttributeProto.TENSOR:
         return plain(to_tensor(numpy_helper.to_array(proto.t)))
     value = helper.get_attribute_value(proto)
-    if proto.name == "to" and proto.type == onnx.AttributeProto.INT:
+    if proto.name in {"to", "dtype"} and proto.type == onnx.AttributeProto.INT:
         return _torch_type(value)
-    if isinstance(value, bytes):
-        return value.decode("utf-8", "replace")
-    return list(value) if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [_text(item) for item in value]
+    return _text(value)
+
+
+def _text(value: Any) -> Any:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
 
 def _input_type(kind: int) -> torch.dtype:
@@ -228,7 +261,12 @@ def _torch_type(kind: int) -> torch.dtype:
 
 def _unknown(node: onnx.NodeProto, name: str) -> str:
     full = node.op_type if node.domain in {"", "ai.onnx"} else f"{node.domain}.{node.op_type}"
-    return f"operator {full} ({name}) is not supported"
+    return f"operator {full} ({name}) is not supported: {advice_about(node.op_type)}"
+
+
+def advice_about(op: str) -> str:
+    """Return what to do about a type of operator that is not read."""
+    return next((advice for kinds, advice in _ADVICE.items() if re.fullmatch(kinds, op)), _CUT)
 
 
 def is_quantized(node: onnx.NodeProto) -> bool:
@@ -269,30 +307,6 @@ def _execute(step: Step, values: dict[str, Any]) -> None:
     values.update({name: value for name, value in zip(step.outputs, results, strict=False) if name})
 
 
-def _with_linear_layers(steps: list[Step], constants: dict[str, Any], outputs: Sequence[str]) -> list[Step]:
-    """Return ``steps`` with products with a constant matrix, and the bias that follows, fused into Linear."""
-    readers: dict[str, list[Step]] = {}
-    for step in steps:
-        for name in step.inputs:
-            readers.setdefault(name, []).append(step)
-    result: list[Step] = []
-    fused: set[int] = set()
-    for step in steps:
-        if id(step) in fused:
-            continue
-        linear = _as_linear(step, constants)
-        if linear is not None and len(linear.inputs) == 2 and linear.outputs[0] not in outputs:
-            following = readers.get(linear.outputs[0], [])
-            bias = _following_bias(linear, following, constants)
-            if bias is not None:
-                fused.add(id(following[0]))
-                linear = replace(
-                    linear, inputs=(*linear.inputs, bias), outputs=following[0].outputs, attributes={}
-                )
-        result.append(linear or step)
-    return result
-
-
 def _with_separate_tensors(steps: list[Step], constants: dict[str, Any]) -> list[Step]:
     """Return ``steps`` with separate tensors for each layer, except for shared weights.
 
@@ -301,9 +315,8 @@ def _with_separate_tensors(steps: list[Step], constants: dict[str, Any]) -> list
     result = []
     for step in steps:
         roles = _LAYERS.get(step.op, ())
-        first = (
-            0 if step.op == "BatchNormalization" else roles.index("weight") + 1 if roles else len(step.inputs)
-        )
+        first = roles.index("weight") + 1 if "weight" in roles else len(step.inputs)
+        first = 0 if step.op == "BatchNormalization" else first
         key = "|".join(step.inputs[1:])
         names = list(step.inputs)
         for i, name in enumerate(names):
@@ -312,41 +325,6 @@ def _with_separate_tensors(steps: list[Step], constants: dict[str, Any]) -> list
                 constants[names[i]] = constants[name]
         result.append(replace(step, inputs=tuple(names)))
     return result
-
-
-def _as_linear(step: Step, constants: dict[str, Any]) -> Step | None:
-    """Return a Gemm or MatMul with a constant matrix as x·Wᵀ + b, or None."""
-    weight = constants.get(step.inputs[1]) if step.op in {"Gemm", "MatMul"} else None
-    if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
-        return None
-    if step.op == "Gemm" and step.get("transA", 0):
-        return None
-    transposed = step.op == "Gemm" and bool(step.get("transB", 0))
-    scale = float(step.get("alpha", 1.0)) if step.op == "Gemm" else 1.0
-    name = step.inputs[1]
-    if not transposed or scale != 1:
-        name = f"{name}.linear" if scale == 1 else f"{name}.linear.{scale}"
-        constants[name] = (weight if transposed else weight.T) * scale
-    inputs = [step.inputs[0], name]
-    if len(step.inputs) > 2 and step.inputs[2]:
-        bias = constants.get(step.inputs[2])
-        if not isinstance(bias, Tensor) or bias.numel() not in {1, constants[name].shape[0]}:
-            return None
-        constants[f"{step.inputs[2]}.bias"] = bias.reshape(-1).expand(constants[name].shape[0]) * float(
-            step.get("beta", 1.0)
-        )
-        inputs.append(f"{step.inputs[2]}.bias")
-    source = {"source": step.inputs[1]}
-    return replace(step, op="Linear", inputs=tuple(inputs), attributes=source, batch=None)
-
-
-def _following_bias(linear: Step, following: Sequence[Step], constants: Mapping[str, Any]) -> str | None:
-    if len(following) != 1 or following[0].op != "Add":
-        return None
-    others = [n for n in following[0].inputs if n != linear.outputs[0]]
-    bias = constants.get(others[0]) if len(others) == 1 else None
-    width = constants[linear.inputs[1]].shape[0]
-    return others[0] if isinstance(bias, Tensor) and bias.shape == (width,) else None
 
 
 def _layer_name(step: Step, inputs: Sequence[str], taken: set[str]) -> str:
@@ -407,4 +385,4 @@ def shapes_of(graph: onnx.GraphProto) -> dict[str, list[int | None]]:
     }
 
 
-__all__ = ["OnnxNetwork", "UnsupportedError", "is_quantized", "open_axes", "shapes_of"]
+__all__ = ["OnnxNetwork", "UnsupportedError", "advice_about", "is_quantized", "open_axes", "shapes_of"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -50,6 +51,12 @@ def _whole_division(a: Any, b: Any) -> Any:
     return a // b if not isinstance(a, float) and not isinstance(b, float) else a / b
 
 
+def _modulo(step: Step, a: Any, b: Any) -> Any:
+    if step.get("fmod", 0):
+        return binary(torch.fmod, math.fmod)(step, a, b)
+    return binary(torch.remainder, operator.mod)(step, a, b)
+
+
 def _shape(step: Step, x: Any) -> Any:
     sizes = list(x.shape) if isinstance(x, Tensor) else ([len(x)] if isinstance(x, list) else [])
     return sizes[step.get("start", 0) : step.get("end", len(sizes))]
@@ -66,7 +73,12 @@ def _cast(step: Step, x: Any) -> Any:
     kind = step.get("to")
     if is_shape(x):
         return x if not kind.is_floating_point else _map(x, float)
-    return x.to(torch.float32 if kind in _NARROW else kind)
+    return x.to(_wide(kind))
+
+
+def _wide(kind: torch.dtype) -> torch.dtype:
+    """Return the type in which the network computes a type of the file."""
+    return torch.float32 if kind in _NARROW else kind
 
 
 def _map(value: Any, function: Callable[[Any], Any]) -> Any:
@@ -151,13 +163,20 @@ def _slice(step: Step, *inputs: Any) -> Any:
     for start, end, axis, stride in zip(starts, ends, axes, steps, strict=True):
         axis = axis % x.ndim
         if stride < 0:
-            if stride != -1 or start not in {-1, x.shape[axis] - 1} or end > -x.shape[axis]:
-                raise step.refuse(f"a step of {stride} is supported for a whole dimension only")
-            x = x.flip(axis)
+            x = _backwards(x, axis, start, end, stride)
             continue
         picked = [slice(None)] * axis + [slice(start, end, stride)]
         x = x[tuple(picked)]
     return x
+
+
+def _backwards(x: Tensor, axis: int, start: int, end: int, stride: int) -> Tensor:
+    """Return the values of ``axis`` from ``start`` down to before ``end``."""
+    size = x.shape[axis]
+    first = size - 1 - min(start if start >= 0 else max(start + size, -1), size - 1)
+    last = size - 1 - max(end if end >= 0 else end + size, -1)
+    picked = [slice(None)] * axis + [slice(first, last, -stride)]
+    return x.flip(axis)[tuple(picked)]
 
 
 def _gather(step: Step, data: Any, index: Any) -> Any:
@@ -186,10 +205,60 @@ def _gather_elements(step: Step, data: Tensor, index: Any) -> Tensor:
 
 
 def _gather_nd(step: Step, data: Tensor, index: Any) -> Tensor:
-    if step.get("batch_dims", 0):
-        raise step.refuse("batch_dims are not supported")
+    index, count = tensor(index), step.get("batch_dims", 0)
+    places = tuple(index[..., i] for i in range(index.shape[-1]))
+    if not count:
+        return data[places]
+    if count > 1:
+        raise step.refuse("more than one batch dimension is not supported")
+    rows = torch.arange(data.shape[0]).reshape(-1, *[1] * (index.ndim - 2))
+    return data[(rows, *places)]
+
+
+def _scatter_elements(step: Step, data: Tensor, index: Any, updates: Tensor) -> Tensor:
+    axis, index = step.get("axis", 0), tensor(index)
+    index = torch.where(index < 0, index + data.shape[axis], index)
+    how = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}.get(step.get("reduction", "none"))
+    return (
+        data.scatter(axis, index, updates) if how is None else data.scatter_reduce(axis, index, updates, how)
+    )
+
+
+def _scatter_nd(step: Step, data: Tensor, index: Any, updates: Tensor) -> Tensor:
+    if (how := step.get("reduction", "none")) not in {"none", "add"}:
+        raise step.refuse(f"reduction {how} is not supported")
     index = tensor(index)
-    return data[tuple(index[..., i] for i in range(index.shape[-1]))]
+    places = tuple(index[..., i] for i in range(index.shape[-1]))
+    return data.index_put(places, updates.to(data.dtype), accumulate=how == "add")
+
+
+def _eye_like(step: Step, x: Tensor) -> Tensor:
+    rows, columns = torch.arange(x.shape[0])[:, None], torch.arange(x.shape[1])
+    eye = columns - rows == step.get("k", 0)
+    kind = step.get("dtype")
+    return eye.to(x.dtype if kind is None else _wide(kind))
+
+
+def _reverse_sequence(step: Step, x: Tensor, lengths: Any) -> Tensor:
+    batch, time = step.get("batch_axis", 1), step.get("time_axis", 0)
+    places = torch.arange(x.shape[time])
+    ends = tensor(lengths)[:, None]
+    index = torch.where(places < ends, ends - 1 - places, places)  # [N, T]
+    index = index if batch < time else index.T
+    return x.gather(time, index.reshape(*index.shape, *[1] * (x.ndim - 2)).expand(x.shape))
+
+
+def _center_crop_pad(step: Step, x: Tensor, shape: Any) -> Tensor:
+    axes = [axis % x.ndim for axis in step.get("axes", range(x.ndim))]
+    for axis, size in zip(axes, numbers(step, shape), strict=True):
+        missing = size - x.shape[axis]
+        if missing < 0:
+            x = x.narrow(axis, -missing // 2, size)
+        elif missing:
+            before = missing // 2
+            flat = [0] * 2 * (x.ndim - axis - 1) + [before, missing - before]
+            x = F.pad(x, flat)
+    return x
 
 
 def _triangle(step: Step, x: Tensor, diagonal: Any = None) -> Tensor:
@@ -198,11 +267,12 @@ def _triangle(step: Step, x: Tensor, diagonal: Any = None) -> Tensor:
 
 
 def _one_hot(step: Step, index: Any, depth: Any, values: Any) -> Tensor:
-    if step.get("axis", -1) not in {-1, tensor(index).ndim}:
-        raise step.refuse("an axis other than the last is not supported")
+    count, index = int(number(step, depth)), tensor(index).long()
     off, on = tensor(values).tolist()
-    hot = F.one_hot(tensor(index).long() % number(step, depth), number(step, depth))
-    return torch.where(hot.bool(), torch.tensor(on), torch.tensor(off))
+    axis = step.get("axis", -1) % (index.ndim + 1)
+    places = torch.arange(count).reshape(-1, *[1] * (index.ndim - axis))
+    wrapped = torch.where(index < 0, index + count, index)  # beyond them no value is hot
+    return torch.where(wrapped.unsqueeze(axis) == places, torch.tensor(on), torch.tensor(off))
 
 
 def _expand(step: Step, x: Tensor, shape: Any) -> Tensor:
@@ -259,7 +329,8 @@ def _depth_to_space(step: Step, x: Tensor) -> Tensor:
 def _space_to_depth(step: Step, x: Tensor) -> Tensor:
     size = step.get("blocksize")
     n, c, h, w = x.shape
-    y = x.reshape(n, c, h // size, size, w // size, size).permute(0, 3, 5, 1, 2, 4)
+    order = (0, 1, 3, 5, 2, 4) if step.get("mode", "DCR") == "CRD" else (0, 3, 5, 1, 2, 4)
+    y = x.reshape(n, c, h // size, size, w // size, size).permute(order)
     return y.reshape(n, c * size * size, h // size, w // size)
 
 
@@ -276,7 +347,7 @@ OPERATORS: dict[str, Operator] = {
     "Sub": binary(operator.sub, operator.sub),
     "Mul": binary(operator.mul, operator.mul),
     "Div": binary(_divide, _whole_division),
-    "Mod": binary(torch.remainder, operator.mod),
+    "Mod": _modulo,
     "Pow": binary(operator.pow, operator.pow),
     "Equal": binary(operator.eq, operator.eq),
     "Greater": binary(operator.gt, operator.gt),
@@ -315,5 +386,15 @@ OPERATORS: dict[str, Operator] = {
     "DepthToSpace": _depth_to_space,
     "SpaceToDepth": _space_to_depth,
     "Identity": lambda _step, x: x,
-    "Dropout": lambda _step, x, *_: x,
+    "Dropout": lambda _step, x, *_: (x, torch.ones_like(x, dtype=torch.bool)),
+    "Scatter": _scatter_elements,
+    "ScatterElements": _scatter_elements,
+    "ScatterND": _scatter_nd,
+    "EyeLike": _eye_like,
+    "ReverseSequence": _reverse_sequence,
+    "CenterCropPad": _center_crop_pad,
+    "BitwiseAnd": binary(torch.bitwise_and, operator.and_),
+    "BitwiseOr": binary(torch.bitwise_or, operator.or_),
+    "BitwiseXor": binary(torch.bitwise_xor, operator.xor),
+    "BitwiseNot": lambda _step, x: torch.bitwise_not(x),
 }

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ul2q.pipeline.compression import corrections
 from ul2q.pipeline.compression.calibrate import calibrate, compared_samples, set_activations
-from ul2q.pipeline.compression.corrections import correct_biases, output_error, reestimate_batch_norm, split
+from ul2q.pipeline.compression.corrections import OutputError, correct_biases, reestimate_batch_norm, split
 from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.graph.capture import capture
 from ul2q.pipeline.graph.prepare import Prepared, prepare
@@ -46,9 +47,10 @@ def one_batch() -> list[tuple[Tensor]]:
 @pytest.mark.parametrize("bias", [True, False])
 def test_every_channel_gets_the_mean_that_quantisation_took(bias: bool) -> None:
     prepared, reference = ready(bias=bias)
-    before = output_error(prepared.module, reference, one_batch)
-    assert correct_biases(prepared, reference, [X], one_batch)
-    assert output_error(prepared.module, reference, one_batch) < before / 2
+    judge = OutputError(reference, one_batch)
+    before = judge(prepared.module)
+    assert correct_biases(prepared, reference, [X], judge)
+    assert judge(prepared.module) < before / 2
     float_y = reference.get_submodule("a")(X).double()
     quantised_y = prepared.module.get_submodule("a")(X).double()
     missing = (float_y - quantised_y).mean((0, 2, 3))
@@ -63,7 +65,7 @@ def test_behind_a_batch_norm_its_mean_is_moved() -> None:
     prepared, reference = ready(norm=True)
     bias = prepared.module.get_submodule("a").bias.clone()
     mean = prepared.module.get_submodule("norm").running_mean.clone()
-    assert correct_biases(prepared, reference, [X], one_batch)
+    assert correct_biases(prepared, reference, [X], OutputError(reference, one_batch))
     assert torch.equal(prepared.module.get_submodule("a").bias, bias)
     assert not torch.equal(prepared.module.get_submodule("norm").running_mean, mean)
     for module in (prepared.module, reference):
@@ -77,7 +79,8 @@ def test_a_mean_that_samples_do_not_determine_is_not_added() -> None:
     prepared, reference = ready()
     noise = torch.randn(2, 3, 8, 8, generator=GENERATOR)
     before = prepared.module.get_submodule("head").bias.clone()
-    correct_biases(prepared, reference, [torch.stack([noise[0], -noise[0]])], lambda: [(noise,)])
+    judge = OutputError(reference, lambda: [(noise,)])
+    correct_biases(prepared, reference, [torch.stack([noise[0], -noise[0]])], judge)
     after = prepared.module.get_submodule("head").bias
     assert after.shape == before.shape
 
@@ -86,19 +89,31 @@ def test_biases_stay_where_held_out_samples_get_worse() -> None:
     prepared, reference = ready()
     state = {name: value.clone() for name, value in prepared.module.state_dict().items()}
     misleading = -10 * X
-    kept = correct_biases(prepared, reference, [misleading], one_batch)
-    error = output_error(prepared.module, reference, one_batch)
+    judge = OutputError(reference, one_batch)
+    kept = correct_biases(prepared, reference, [misleading], judge)
+    error = judge(prepared.module)
     if not kept:
         for name, value in prepared.module.state_dict().items():
             torch.testing.assert_close(value, state[name], rtol=0, atol=0, equal_nan=True)
     else:
         prepared.module.load_state_dict(state)
-        assert error < output_error(prepared.module, reference, one_batch)
+        assert error < judge(prepared.module)
+
+
+@pytest.mark.parametrize("kept", [0, 2**25])
+def test_the_error_is_that_of_all_outputs_of_every_module(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corrections, "_KEPT_ELEMENTS", kept)
+    prepared, reference = ready()
+    judge = OutputError(reference, lambda: [(X[:3],), (X[3:],)])
+    for module in (prepared.module, reference, prepared.module):
+        with torch.no_grad():
+            expected = (module(X).double() - reference(X).double()).square().mean()
+        assert judge(module) == pytest.approx(float(expected), rel=1e-6)
 
 
 def test_one_sample_determines_nothing() -> None:
     prepared, reference = ready()
-    assert not correct_biases(prepared, reference, [X[:1]], one_batch)
+    assert not correct_biases(prepared, reference, [X[:1]], OutputError(reference, one_batch))
 
 
 def test_the_float_network_keeps_its_biases() -> None:
@@ -128,7 +143,8 @@ def test_a_single_sample_is_both() -> None:
 
 def test_held_out_samples_decide_on_batch_norm_statistics() -> None:
     prepared, reference = ready(norm=True)
-    choice = reestimate_batch_norm(prepared.module, reference, lambda: [(5 * X,), (5 * X + 1,)], one_batch)
+    judge = OutputError(reference, one_batch)
+    choice = reestimate_batch_norm(prepared.module, reference, lambda: [(5 * X,), (5 * X + 1,)], judge)
     assert choice is not None
     assert not choice.reestimated  # statistics of other inputs make these ones worse
     norm = prepared.module.get_submodule("norm")

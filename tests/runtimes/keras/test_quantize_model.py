@@ -15,6 +15,7 @@ import keras
 from keras import layers
 
 from ul2q.exporters.keras.to_onnx import to_onnx
+from ul2q.pipeline.errors import UsageError
 from ul2q.pipeline.graph.operators.activation_chains import CHAINS
 from ul2q.runtimes import onnxruntime as runtime
 from ul2q.runtimes.keras import EMAQuantizer, calibrate, load_onnx, quantize_model
@@ -174,3 +175,23 @@ def test_a_quantiser_behind_the_last_layer_is_kept(tmp_path: Path) -> None:
     model = quantize_model(keras.Model(start, layers.Dense(6, name="head")(start)), 4, step="paper")
     calibrate(model, [np.random.default_rng(0).standard_normal((32, *ROWS)).astype(np.float32)])
     assert to_onnx(model, tmp_path / "model.onnx").lowered.output_scales != (None,)
+
+
+def test_layers_have_widths_of_their_own_in_all_files(tmp_path: Path) -> None:
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [
+            keras.Input(ROWS),
+            layers.Dense(12, activation="relu", name="first"),
+            layers.Dense(5, activation="relu", name="last"),
+        ]
+    )
+    x = np.random.default_rng(0).standard_normal((32, *ROWS)).astype(np.float32)
+    quantized = quantize_model(model, 2, layer_wbits={"f*": 7})
+    calibrate(quantized, [x])
+    to_onnx(quantized, tmp_path / "x.onnx")
+    loaded = load_onnx(tmp_path / "x.onnx")
+    assert [layer.wbits for layer in loaded.layers if hasattr(layer, "wbits")] == [7, 2]
+    np.testing.assert_allclose(np.asarray(loaded(x)), np.asarray(quantized(x)), rtol=1e-6, atol=1e-6)
+    with pytest.raises(UsageError, match="`layer_wbits` conv9: no such layer; layers are first, last"):
+        quantize_model(model, 2, layer_wbits={"conv9": 8})
