@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import itertools
 import os
 import resource
+import runpy
 import shutil
 import subprocess
 import sys
@@ -114,31 +114,14 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def torchlib_registered_once() -> Iterator[None]:
-    """Build the table of ONNX operators of torch once per process, and that of what it decomposes.
-
-    torch.onnx builds them anew for each export, which takes as long as a small network; each export adds its
-    own translations, and therefore gets copies. Subprocesses of tests export without this.
-    """
+    """Build tables of torch.onnx once per process. Subprocesses of tests export without this."""
     if "torch" not in sys.modules:  # no collected test exports
         yield
         return
-    from torch.onnx._internal.exporter import _decomp
-    from torch.onnx._internal.exporter._registration import ONNXRegistry
-
-    build = functools.cache(ONNXRegistry.from_torchlib)
-    table = functools.cache(_decomp.create_onnx_friendly_decomposition_table)
-
-    def copied(opset_version: int = ONNXRegistry().opset_version) -> ONNXRegistry:
-        whole, copy = build(opset_version), ONNXRegistry()
-        copy._opset_version = whole.opset_version
-        copy.functions = {name: list(forms) for name, forms in whole.functions.items()}
-        return copy
-
+    script = runpy.run_path(str(Path(__file__).with_name("cached_torchlib.py")))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(copied))
-        patch.setattr(
-            _decomp, "create_onnx_friendly_decomposition_table", lambda known: dict(table(frozenset(known)))
-        )
+        for owner, name, value in script["patches"]():
+            patch.setattr(owner, name, value)
         yield
 
 
@@ -157,6 +140,18 @@ def measured_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "peak_rss", peak_rss)
     monkeypatch.setattr(runtime, "bench_apart", runtime.bench)
     monkeypatch.setattr(runtime, "load_times", lambda paths: runtime.loading_times(list(map(str, paths)), 1))
+
+
+@pytest.fixture
+def without_float_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compress without exporting the float network, a third of the time: for tests that write nothing."""
+    from onnxscript import ir
+
+    from ul2q.exporters.onnx.export import ExportedModel
+    from ul2q.pipeline.compression import pipeline
+
+    empty = ir.Model(ir.Graph([], [], nodes=[]), ir_version=10)
+    monkeypatch.setattr(pipeline, "export_float", lambda *_: ExportedModel(empty, {}, {}))
 
 
 @pytest.fixture(scope="session")
@@ -248,7 +243,10 @@ class Deployment:
 
 @pytest.fixture(scope="session")
 def deploy(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Deployment]:
-    """Return (module or captured, inputs, **options of QuantConfig) -> Deployment."""
+    """Return (module or captured, inputs, **options of QuantConfig) -> Deployment.
+
+    Weights are rounded to nearest unless told otherwise.
+    """
     from ul2q.exporters.onnx.export import export_lowered
     from ul2q.pipeline.compression.calibrate import calibrate
     from ul2q.pipeline.config import QuantConfig
@@ -260,7 +258,7 @@ def deploy(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Deployment
 
     def run(network: Any, inputs: Sequence[Tensor], **options: Any) -> Deployment:
         captured = network if isinstance(network, Captured) else capture(network, inputs)
-        config = QuantConfig(**options)
+        config = QuantConfig(**{"curvature": "off", **options})
         prepared = prepare(captured, config)
         calibrate(prepared, captured.module, lambda: [tuple(inputs)])
         lowered = lower(prepared)

@@ -22,6 +22,8 @@ def main(script: str, *pairs: str) -> None:
     worker = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = worker
     spec.loader.exec_module(worker)
+    if "torch" in sys.modules:
+        import torch._dynamo  # noqa: F401  (an optimiser imports it on first use: seconds in each process)
     pipes = [tuple(map(int, pair.split(","))) for pair in pairs]
     numbers = {}
     for number, (given, answers) in enumerate(pipes):

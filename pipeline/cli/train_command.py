@@ -110,6 +110,7 @@ def train(
     from ul2q.pipeline.config import TrainConfig
     from ul2q.pipeline.training.ranks import joined
     from ul2q.pipeline.training.train import train as run_training
+    from ul2q.pipeline.training.weight_update import without_compiler
 
     data = data_option(data, train_data, val, test)
     if data is None:
@@ -124,6 +125,7 @@ def train(
         "device": device, "task": task, **preprocess_options(mean, std, resize, crop),
     }  # fmt: skip
     config = TrainConfig(arch=arch, data=data, optimizer=optimizer, seed=seed, **without_none(settings))
+    without_compiler()
     with joined(config.device) as first:
         metrics = run_training(config, output, resume=resume, overwrite=overwrite, progress=progress)
     if not first:

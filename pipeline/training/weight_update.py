@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -15,6 +16,20 @@ from ul2q.pipeline.tasks import Task
 from ul2q.pipeline.training.ranks import Ranks
 from ul2q.pipeline.training.settings import SIMILAR, Settings
 from ul2q.pipeline.training.step_recipes import StepRecipe
+
+
+def without_compiler() -> None:
+    """Spare a process that only trains the import of torch's compiler, which takes seconds.
+
+    torch imports it the first time that an optimiser is called, to exempt these calls from compilation. The
+    process must compile nothing; where torch marks its functions in another way, nothing changes.
+    """
+    if "torch._dynamo" in sys.modules:
+        return
+    for function in vars(torch.optim.Optimizer).values():
+        plain = getattr(function, "__wrapped__", None)
+        if plain is not None:
+            setattr(plain, "__dynamo_disable", plain)
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig, settings: Settings) -> torch.optim.Optimizer:

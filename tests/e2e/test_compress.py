@@ -19,6 +19,8 @@ from ul2q.pipeline.cli.app import execute
 from ul2q.pipeline.report.schema import complete
 from ul2q.pipeline.storage.lock import claimed
 
+pytestmark = pytest.mark.usefixtures("measured_in_process")  # other than what `compressed` measures
+
 REPORTS = {"report.json", "report.md", "report.html"}
 FILES = {"model.onnx", "float.onnx", "checkpoint.pt", "config.json", *REPORTS}
 QUICK = ("--wbits", "2", "--abits", "8", "--epochs", "1")

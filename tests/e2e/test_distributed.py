@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -63,23 +64,31 @@ def test_a_killed_rank_ends_the_other_with_one_line(cli: Any, tmp_path: Path) ->
     assert "was started with epochs 200" in cli(*MODULE[2:], "-o", path, "--epochs", "9", "--resume").error()
 
 
+LAUNCHES = """
+import json, sys
+from torch.distributed.run import main
+for arguments in json.loads(sys.argv[1]):
+    main(arguments)
+    print("next launch", flush=True)
+    print("next launch", file=sys.stderr, flush=True)
+"""
+
+
 def test_torchrun_prints_one_result_or_one_error(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-
-    def run(*options: str) -> subprocess.CompletedProcess[str]:
-        command = [*torchrun, *MODULE, "--epochs", "1", "-o", str(tmp_path / "model.pt"), *options]
-        return subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=False, timeout=120
-        )
-
-    done = run()
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"{tmp_path / 'model.pt'}: epochs 1, train_loss ")
-    assert len(done.stdout.splitlines()) == 1
-    assert done.stderr.count("epoch 1/1  loss ") == 1
-    wrong = run("--recipe", "osawa-1", "--overwrite")
-    assert wrong.stdout == ""
-    assert wrong.stderr.count("error: --recipe is 'osawa-1': use one of osawa-4096, ") == 1
-    assert wrong.returncode == 1  # torchrun's own
-    assert "exitcode  : 2" in wrong.stderr
+    """A launch that succeeds, then one that fails, by one launcher."""
+    path = tmp_path / "model.pt"
+    launch = ["--nproc-per-node", "2", "--standalone", *MODULE, "--epochs", "1", "-o", str(path)]
+    launches = [launch, [*launch, "--recipe", "osawa-1", "--overwrite"]]
+    ended = subprocess.run(
+        [sys.executable, "-c", LAUNCHES, json.dumps(launches)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    (done, wrong), (said, refused) = (text.split("next launch\n") for text in (ended.stdout, ended.stderr))
+    assert done.startswith(f"{path}: epochs 1, train_loss ")
+    assert len(done.splitlines()) == 1
+    assert said.count("epoch 1/1  loss ") == 1
+    assert wrong == ""
+    assert refused.count("error: --recipe is 'osawa-1': use one of osawa-4096, ") == 1
+    assert ended.returncode == 1  # torchrun's own
+    assert "exitcode  : 2" in refused

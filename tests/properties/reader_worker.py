@@ -1,6 +1,6 @@
 """Feed damaged files to the readers: each must be read, or refused with an error of one line.
 
-    python tests/properties/reader_worker.py FOLDER SECONDS COUNT SEED READER...
+    python tests/properties/reader_worker.py FOLDER SECONDS COUNT SEED READER[=COUNT]...
 
 Every file is a function of the reader, the seed and its number; the last one lies in FOLDER. Prints one JSON
 document: for each reader how many files were tried, read and refused, the peak of the memory, and the faults.
@@ -8,6 +8,7 @@ document: for each reader how many files were tried, read and refused, the peak 
 
 from __future__ import annotations
 
+import functools
 import gzip
 import io
 import json
@@ -77,7 +78,8 @@ def safetensors_files(folder: Path) -> list[Path]:
     return [folder / "x.safetensors"]
 
 
-def onnx_files(folder: Path) -> list[Path]:
+@functools.cache
+def onnx_models() -> dict[str, bytes]:
     import torch
     from torch import nn
 
@@ -87,9 +89,13 @@ def onnx_files(folder: Path) -> list[Path]:
     network = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 3))
     data = (np.random.default_rng(0).normal(size=(8, 1, 8, 8)).astype(np.float32), np.arange(8) % 3)
     made = compress(network.eval(), data, QuantConfig(wbits=3, epochs=0))
-    made.to_onnx(folder / "small.onnx")
-    made.exported_float.save(folder / "float.onnx")
-    return [folder / "small.onnx", folder / "float.onnx"]
+    return {"small.onnx": made.exported.to_bytes(), "float.onnx": made.exported_float.to_bytes()}
+
+
+def onnx_files(folder: Path) -> list[Path]:
+    for name, content in onnx_models().items():
+        (folder / name).write_bytes(content)
+    return [folder / name for name in onnx_models()]
 
 
 def keras_files(folder: Path) -> list[Path]:
@@ -388,7 +394,10 @@ def main(arguments: list[str]) -> None:
     )
     warnings.simplefilter("ignore")
     signal.signal(signal.SIGALRM, timed_out)
-    results = {name: feed(name, folder, seconds, count, seed) for name in arguments[4:]}
+    results = {}
+    for reader in arguments[4:]:
+        name, _, own = reader.partition("=")
+        results[name] = feed(name, folder, seconds, int(own or count), seed)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(json.dumps({"peak_bytes": peak, "readers": results}))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from ul2q.pipeline.compression.calibrate import calibrate, fit_activations
 from ul2q.pipeline.compression.finetune import finetune, make_optimizer
 from ul2q.pipeline.config import QuantConfig
-from ul2q.pipeline.graph.capture import capture
+from ul2q.pipeline.graph.capture import Captured, capture
 from ul2q.pipeline.graph.prepare import Prepared, prepare
 from ul2q.pipeline.kfac import KFAC
 from ul2q.pipeline.tasks.losses import classification_loss, default_loss
@@ -38,9 +39,15 @@ class Net(nn.Module):
 X = torch.randn(32, 6, generator=torch.Generator().manual_seed(0))
 
 
-def ready(**options: Any) -> tuple[Prepared, nn.Module]:
+@functools.cache
+def network() -> Captured:
     torch.manual_seed(0)
-    captured = capture(Net(), [X])
+    return capture(Net(), [X])
+
+
+def ready(**options: Any) -> tuple[Prepared, nn.Module]:
+    captured = network()
+    torch.manual_seed(0)
     prepared = prepare(
         captured,
         QuantConfig(**{"wbits": 2, "epochs": 3, "step": "paper", "granularity": "tensor", **options}),

@@ -16,6 +16,8 @@ from ul2q.pipeline.quantize.steps import Step, candidates, fitted_step
 from ul2q.pipeline.report import text
 from ul2q.runtimes import onnxruntime as runtime
 
+pytestmark = pytest.mark.usefixtures("without_float_file")
+
 X = np.random.default_rng(0).normal(size=(60, 1, 8, 8)).astype(np.float32)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
+import importlib
 import sys
+import types
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -467,13 +468,13 @@ def test_wrapped_pickled_module_is_unwrapped(path: Path) -> None:
 
 
 @pytest.mark.case("pickled-module-without-class", outcome="refused")
-def test_pickled_module_whose_class_is_missing(path: Path, tmp_path: Path) -> None:
-    code = (
-        "import torch, sys, types; m = types.ModuleType('gone'); sys.modules['gone'] = m\n"
-        "exec('import torch\\nclass Net(torch.nn.Linear): pass', m.__dict__)\n"
-        f"torch.save(m.Net(2, 2), {str(path)!r})"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+def test_pickled_module_whose_class_is_missing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = types.ModuleType("gone")
+    network = type("Net", (nn.Linear,), {"__module__": "gone"})
+    monkeypatch.setattr(gone, "Net", network, raising=False)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "gone", gone)
+        torch.save(network(2, 2), path)
     with pytest.raises(UsageError, match=r"pickled objects \(gone\.Net\)"):
         load_checkpoint(path)
     with pytest.raises(UsageError, match=r"a class that cannot be imported .*gone.*PYTHONPATH"):
@@ -483,16 +484,18 @@ def test_pickled_module_whose_class_is_missing(path: Path, tmp_path: Path) -> No
 def test_pickled_module_whose_class_is_in_the_current_folder(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "pickled_nets_of_this_test.py").write_text(
-        "import torch\nclass Net(torch.nn.Linear):\n    pass\n"
-    )
-    code = f"import torch, pickled_nets_of_this_test as m; torch.save(m.Net(2, 2), {str(path)!r})"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+    name = "pickled_nets_of_this_test"
+    (tmp_path / f"{name}.py").write_text("import torch\nclass Net(torch.nn.Linear):\n    pass\n")
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        torch.save(importlib.import_module(name).Net(2, 2), path)
+    del sys.modules[name]
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(UsageError, match="a class that cannot be imported"):
         load_checkpoint(path, trust_pickle=True)
     monkeypatch.chdir(tmp_path)
     assert type(load_checkpoint(path, trust_pickle=True).model).__name__ == "Net"
+    monkeypatch.delitem(sys.modules, name)
 
 
 def test_a_file_of_ours_cannot_name_code_to_run(path: Path, tmp_path: Path) -> None:

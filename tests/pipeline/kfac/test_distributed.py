@@ -70,7 +70,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_any_number_of_ranks_gives_the_same_weights(ranks: Ranks, setting: str) -> None:
-    spec = {"steps": (0, 20), "differ": True, **SETTINGS[setting]}
+    spec = {"steps": (0, 8), "differ": True, **SETTINGS[setting]}
     (alone,) = ranks.results("train", 1, spec)
     for world in (2, 3, 4):
         results = ranks.results("train", world, spec)
@@ -102,7 +102,7 @@ def test_gradients_may_be_cleared_between_the_forward_and_the_backward_pass(rank
 
 
 def test_float32_on_several_ranks(ranks: Ranks) -> None:
-    spec = {"steps": (0, 20), "dtype": torch.float32, "kfac": {"lr": 0.01}}
+    spec = {"steps": (0, 8), "dtype": torch.float32, "kfac": {"lr": 0.01}}
     (alone,) = ranks.results("train", 1, spec)
     for world in (2, 3, 4):
         assert _difference(ranks.results("train", world, spec)[0]["weights"], alone["weights"]) < 1e-4
@@ -110,7 +110,7 @@ def test_float32_on_several_ranks(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("setting", ["newest", "average"])
 def test_with_batch_norm_across_ranks_any_number_gives_the_same_weights(ranks: Ranks, setting: str) -> None:
-    spec = {"steps": (0, 20), "model": "normalised", **SETTINGS[setting]}
+    spec = {"steps": (0, 8), "model": "normalised", **SETTINGS[setting]}
     (alone,) = ranks.results("train", 1, spec)
     for world in (2, 3, 4):
         results = ranks.results("train", world, spec | {"sync_bn": True})

@@ -116,6 +116,13 @@ def tensors(values: Any) -> Any:
     return tuple(map(torch.from_numpy, values)) if isinstance(values, tuple) else torch.from_numpy(values)
 
 
+@pytest.fixture(autouse=True)
+def quick(request: pytest.FixtureRequest) -> None:
+    """Export no float network where nothing is written."""
+    if "measured_in_process" not in request.fixturenames:
+        request.getfixturevalue("without_float_file")
+
+
 @pytest.fixture(scope="module")
 def trained() -> dict[str, nn.Module]:
     """Every network after a hundred steps of Adam on the samples that are not held out."""
@@ -140,7 +147,9 @@ def compressed(model: nn.Module, kind: Kind, *, labelled: bool = True, **options
     # Without epochs the samples of the validation would serve the calibration, too.
     samples = int(0.7 * len(kind.x))
     config = QuantConfig(
-        **{"wbits": 4, "epochs": 2, "batch_size": 32, "samples": samples, "task": kind.asked, **options}
+        **{"wbits": 4, "epochs": 2, "batch_size": 32, "samples": samples, "task": kind.asked}
+        | {"curvature": "off"}
+        | options
     )
     return compress(model, data, config)
 

@@ -40,7 +40,7 @@ def test_same_codes_on_another_backend(
     if importlib.util.find_spec(backend) is None:
         pytest.skip(f"{backend} is not installed")
     deployment = written("lenet5", 2)
-    images = digits[0][::4]
+    images = digits[0][::20]
     np.save(tmp_path / "x.npy", images)
     files = [str(deployment.path), str(tmp_path / "x.npy"), str(tmp_path / "y.npz")]
     environment = {**os.environ, "KERAS_BACKEND": backend}

@@ -21,7 +21,8 @@ from ul2q.pipeline.formats.keras_file import keras_metadata
 from ul2q.runtimes.keras import UL2QConv2D, load_onnx
 
 FRESH = """
-import os, sys
+import sys
+sys.modules.update(dict.fromkeys(("sklearn", "pandas", "matplotlib")))  # which Keras imports if it can
 import numpy as np
 import keras
 import ul2q.runtimes.keras

@@ -53,13 +53,13 @@ def numpy(x: Any) -> np.ndarray:
     return np.asarray(ops.convert_to_numpy(x))
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**31), k=st.integers(1, 8), n=st.integers(1, 70))
 def test_ten_thousand_tensors_have_equal_codes_steps_and_offsets(seed: int, k: int, n: int) -> None:
-    # Every row is a tensor of its own scale and mean: 100 examples of 100 rows.
+    # Every row is a tensor of its own scale and mean: 40 examples of 250 rows.
     rng = np.random.default_rng(seed)
-    scale, mean = 10.0 ** rng.uniform(-6, 3, (100, 1)), rng.normal(size=(100, 1)) * 10.0 ** rng.uniform(-6, 3)
-    w = (rng.standard_t(4, size=(100, n)) * scale + mean).astype(np.float32)
+    scale, mean = 10.0 ** rng.uniform(-6, 3, (250, 1)), rng.normal(size=(250, 1)) * 10.0 ** rng.uniform(-6, 3)
+    w = (rng.standard_t(4, size=(250, n)) * scale + mean).astype(np.float32)
     ours, theirs = ops.convert_to_tensor(w), torch.from_numpy(w)
     alpha, beta = ul2q.scale_offset(ours, k, 0, ops)
     expected = ul2q.scale_offset(theirs, k, 0, torch)
@@ -235,7 +235,7 @@ def test_from_a_file_and_back_without_training(
     written: Callable[..., Any], digits: Digits, tmp_path: Path
 ) -> None:
     deployment = written("resnet8", 2)
-    images = digits[0]
+    images = digits[0][:200]
     expected = next(iter(runtime.run(runtime.session(deployment.path), images).values()))
     model = load_onnx(deployment.path, trainable=True)
     x = channels_last(images)
@@ -260,7 +260,9 @@ def test_fine_tuning_improves_a_file(deploy: Callable[..., Any], digits: Digits,
     before = (next(iter(runtime.run(runtime.session(source), images).values())).argmax(1) == labels).mean()
     model = load_onnx(source, trainable=True)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.Adam(1e-3), loss, metrics=["accuracy"])
+    adam = keras.optimizers.Adam(1e-3)
+    adam.build(model.trainable_variables)  # what makes variables is traced twice
+    model.compile(adam, loss, metrics=["accuracy"])
     model.fit(channels_last(images), labels, batch_size=50, epochs=1, verbose=0)
     to_onnx(model, tmp_path / "tuned.onnx")
     tuned = next(iter(runtime.run(runtime.session(tmp_path / "tuned.onnx"), images).values()))
@@ -297,11 +299,12 @@ def test_a_keras_model_goes_to_a_two_bit_file(tmp_path: Path) -> None:
     assert model.get_layer("classes").output is not None  # the model of the user is as it was
     assert all(np.array_equal(a, numpy(b)) for a, b in zip(before, model.weights, strict=True))
     adam = keras.optimizers.Adam(3e-3)
-    quantised.compile(adam, "sparse_categorical_crossentropy", metrics=["accuracy"])
+    adam.build(quantised.trainable_variables)  # what makes variables is traced twice
+    quantised.compile(adam, "sparse_categorical_crossentropy")
     # Whole batches, as each shape of a batch is traced anew.
     quantised.fit(x[:1400], y[:1400], epochs=3, batch_size=50, verbose=0,
                   callbacks=[keras.callbacks.TerminateOnNaN()])  # fmt: skip
-    accuracy = quantised.evaluate(x[1400:], y[1400:], batch_size=397, verbose=0)[1]
+    accuracy = (numpy(quantised(x[1400:])).argmax(1) == y[1400:]).mean()
     assert accuracy > 0.5  # it learns: by chance it would be 0.1
     exported = to_onnx(quantised, tmp_path / "model.onnx")
     images = channels_first(x)
