@@ -4,9 +4,9 @@ Rounding the weights of a layer moves its outputs by δ. To second order the los
 ½ δᵀJᵀHJδ, with the Jacobian J of the network behind the layer and the Hessian H of the loss by the outputs of
 the network: the Gauss–Newton matrix in direction δ (Martens, 2014, section 6). It is ½ E[(Σ_p g_pᵀδ_p)²] over
 random signals whose second moment is H, where g is the gradient of the signal by the layer's outputs at the
-positions p. Kronecker factors would take positions as independent: where their gradients are alike, as
-before an average, they predict several times less than is lost. Layers add up, so that the best widths for a
-size are a small integer programme.
+positions p. Kronecker factors would take positions as independent: where their gradients are alike, as before
+an average, they predict several times less than is lost. Layers add up, so that the best widths for a size are
+a small integer programme.
 """
 
 from __future__ import annotations
@@ -140,12 +140,7 @@ def candidates(
     seen: dict[str, Tensor] = {}
     with torch.no_grad():
         _run_hooked(network, layers, inputs, lambda name: _remember(seen, name))
-        rounded = {
-            name: [
-                _Rounded.of(network.get_submodule(name), seen[name], k, config) for k in range(1, most + 1)
-            ]
-            for name, most in ((name, config.width_of(name)) for name in layers)
-        }
+        rounded = {name: _rounded(network.get_submodule(name), seen[name], name, config) for name in layers}
     growths: dict[str, list[list[float]]] = {name: [[] for _ in widths] for name, widths in rounded.items()}
     signals = min(_MOST_SIGNALS, max(_LEAST_SIGNALS, _SIGNALS // len(inputs[0])))
     for gradients in _gradients(network, layers, inputs, task, config.seed, signals):
@@ -199,8 +194,8 @@ class _Rounded:
 
     @property
     def power(self) -> float:
-        """Squared error of the layer's output, relative to its variance."""
-        return self.step.error or 0.0
+        """Squared error of the layer's output, up to a factor of the layer."""
+        return self.problem.output_error(self.step) if self.step.error is None else self.step.error
 
     @torch.no_grad()
     def growth(self, gradients: Tensor) -> float:

@@ -70,7 +70,7 @@ def test_compress_tells_stage_and_layer() -> None:
     spoilt[3] = 1e30
     with pytest.raises(UsageError) as caught:
         compress(Exploding(), {"train": spoilt}, QuantConfig(wbits=8))
-    assert (caught.value.stage, caught.value.layer) == ("calibrate", "square")
+    assert (caught.value.stage, caught.value.layer) == ("calibrate", "mul")  # of a number by itself
     assert "NaN or infinite, first in sample" in str(caught.value)
     with pytest.raises(UsageError) as refused:
         compress(nn.Sequential(nn.ReLU()), X, QuantConfig(wbits=8))

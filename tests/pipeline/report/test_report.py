@@ -81,7 +81,8 @@ accuracy.note fidelity.samples fidelity.part fidelity.outputs metrics
 parity.onnxruntime.max_abs parity.onnxruntime.max_steps
 parity.onnxruntime.argmax_agreement parity.onnxruntime.first_layer parity.onnxruntime_accurate parity.keras
 latency_ms.float latency_ms.quantized latency_ms.ratio latency_ms.threads latency_ms.operators
-latency_ms.shares load_ms.float load_ms.quantized cpu.exact cpu.unsigned_layers epochs warnings
+latency_ms.shares load_ms.float load_ms.quantized cpu.exact cpu.unsigned_layers epochs
+allocation warnings
 """
 LAYER = """
 name op parameters outputs multiply_adds wbits abits granularity step output_error alpha beta sqnr_db loss
