@@ -4,9 +4,9 @@ Rounding the weights of a layer moves its outputs by δ. To second order the los
 ½ δᵀJᵀHJδ, with the Jacobian J of the network behind the layer and the Hessian H of the loss by the outputs of
 the network: the Gauss–Newton matrix in direction δ (Martens, 2014, section 6). It is ½ E[(Σ_p g_pᵀδ_p)²] over
 random signals whose second moment is H, where g is the gradient of the signal by the layer's outputs at the
-positions p. Kronecker factors would take positions as independent: where their gradients are alike, as before
-an average, they predict several times less than is lost. Layers add up, so that the best widths for a size are
-a small integer programme.
+positions p. Kronecker factors would take positions as independent: where their gradients are alike, as
+before an average, they predict several times less than is lost. Layers add up, so that the best widths for a
+size are a small integer programme.
 """
 
 from __future__ import annotations

@@ -219,7 +219,6 @@ def test_a_dry_run_refuses_labels_without_an_output(cli: Any, tmp_path: Path) ->
         (("--wbits", "0"), "--wbits is 0: weights take 1 to 8 bits"),
         (("--wbits", "9"), "--wbits is 9: weights take 1 to 8 bits"),
         (("--wbits", "two"), "--wbits is 'two': give 1 to 8, or widths by layer name"),
-        (("--wbits", "conv9=8,*=2"), "--wbits conv9: no such layer; layers are "),
         (("--wbits", "8", "--budget", "lots"), "--budget is 'lots': give a size"),
         ((), "--wbits is missing"),
         (("--wbits", "2", "--abits", "4"), "abits is 4"),
