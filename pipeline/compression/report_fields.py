@@ -23,11 +23,14 @@ from ul2q.runtimes.memory import return_freed_memory
 #: what a figure on test samples says that were split off after the training
 PERHAPS_SEEN = "held out of fine-tuning; the network may have been trained on them"
 
+_LARGEST_WIDTHS = "a dry run chooses no widths: its figures are those of the largest"
+
 
 def planned_report(run: Run, captured: Captured, prepared: Prepared) -> Report:
     """Return the report of a dry run: the layers that would be quantised, and what can be counted."""
     fields = {"layers": measure.planned_layers(prepared), **measure.counted(prepared)}
-    return schema.complete({**_about(run), **fields, "seconds": {}, "warnings": captured.notes})
+    notes = [*captured.notes, *([_LARGEST_WIDTHS] if run.config.chooses_widths else [])]
+    return schema.complete({**_about(run), **fields, "seconds": {}, "warnings": notes})
 
 
 def network_report(run: Run, network: CompressedNetwork) -> Report:

@@ -12,11 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ul2q import QuantConfig, compress
+from ul2q import QuantConfig, compress, models
 from ul2q.pipeline.compression import width_allocation
+from ul2q.pipeline.compression.compress import compress_file
 from ul2q.pipeline.compression.weight_steps import LayerProblem
 from ul2q.pipeline.compression.width_allocation import Candidates, candidates, loss_growth
 from ul2q.pipeline.errors import UsageError
+from ul2q.pipeline.importers.checkpoint import CheckpointRecord, save_checkpoint
 from ul2q.pipeline.quantize.grid import dequantize
 from ul2q.pipeline.quantize.rules.mu_l2q import MuL2Q
 from ul2q.pipeline.tasks import Classification, Task
@@ -181,6 +183,17 @@ def test_the_file_keeps_to_the_budget(tmp_path: Path) -> None:
     assert "nearest to the chosen" in page
     with pytest.raises(UsageError, match=r"`budget` is 100 bytes: the file takes [\d,]+ bytes with 1 bit"):
         compress(network(), (X, LABELS), QuantConfig(wbits=4, epochs=0, budget="100B"))
+
+
+def test_a_dry_run_says_that_it_chooses_no_widths(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    args = {"in_channels": 1, "num_classes": 3, "input_size": [6, 6], "hidden": [5]}
+    save_checkpoint(path, models.build("mlp", **args), CheckpointRecord("mlp", args, input_shape=(1, 6, 6)))
+    np.save(tmp_path / "x.npy", X)
+    config = QuantConfig(wbits=8, budget="1KB")
+    result = compress_file(path, config, data=str(tmp_path / "x.npy"), dry_run=True)
+    assert "a dry run chooses no widths: its figures are those of the largest" in result.report["warnings"]
+    assert not list(tmp_path.glob("*wmixa8*"))
 
 
 def test_the_smallest_widths_within_the_drop_are_chosen() -> None:
