@@ -202,23 +202,22 @@ class OutputError:
     def __init__(self, reference: nn.Module, batches: Batches) -> None:
         """Compare with ``reference`` on ``batches``; its outputs are kept where they are few."""
         self._reference, self._batches = reference.eval(), batches
-        self._kept: list[list[Tensor]] | None = None
-        self._keep = True
+        self._kept: list[list[Tensor]] = []  # for every batch, or none
 
     @torch.no_grad()
     def __call__(self, module: nn.Module) -> float:
         """Return the error of the outputs of ``module``; infinite without samples."""
         module.eval()
         total, count = 0.0, 0
-        kept: list[list[Tensor]] = []
+        seen: list[list[Tensor]] = []
         for i, inputs in enumerate(self._batches()):
             outputs = self._kept[i] if self._kept else pytree.tree_leaves(self._reference(*inputs))
             for actual, expected in zip(pytree.tree_leaves(module(*inputs)), outputs, strict=True):
                 total += float((actual.double() - expected.double()).square().sum())
                 count += actual.numel()
-            self._keep &= count <= _KEPT_ELEMENTS
-            kept = [*kept, outputs] if self._keep else []
-        self._kept = kept
+            if count <= _KEPT_ELEMENTS:
+                seen.append(outputs)
+        self._kept = seen if count <= _KEPT_ELEMENTS else []
         return total / count if count else float("inf")
 
 

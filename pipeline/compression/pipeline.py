@@ -62,7 +62,7 @@ def run_stages(run: Run, formats: Sequence[OutputFormat] = ()) -> CompressedMode
         if given.chooses_widths:
             with run.stage("choose widths"):
                 float_bytes = len(exported_float.to_bytes())
-                run, allocation = allocate_widths(run, captured, given, float_bytes, metadata)
+                run, allocation = allocate_widths(run, prepared, captured, given, float_bytes, metadata)
                 prepared = prepare(captured, run.config)
         with run.stage("calibrate"):
             batch_norm = calibrate_network(run, captured, prepared)

@@ -27,12 +27,18 @@ _FILES, _CLOSE = 4, 0.01
 
 
 def allocate_widths(
-    run: Run, captured: Captured, given: QuantConfig, float_bytes: int, metadata: Mapping[str, str]
+    run: Run,
+    prepared: Prepared,
+    captured: Captured,
+    given: QuantConfig,
+    float_bytes: int,
+    metadata: Mapping[str, str],
 ) -> tuple[Run, Allocation]:
     """Choose a width for every layer.
 
     Args:
         run: the run; its widths are the largest.
+        prepared: its graph with quantisers of these widths.
         captured: the float network.
         given: the configuration as it was given, before defaults took effect that depend on the widths.
         float_bytes: bytes of the float file.
@@ -44,7 +50,7 @@ def allocate_widths(
     Raises:
         UsageError: no widths meet the limit, or the score is not defined.
     """
-    layers = [plan.name for plan in prepare(captured, run.config).layers if plan.quantized]
+    layers = [plan.name for plan in prepared.layers if plan.quantized]
     found = candidates(captured.module, layers, run.config, compared_samples(run.calibration), run.task)
     search = _Search(run, captured, given, found, metadata)
     limit = given.size_limit(float_bytes)

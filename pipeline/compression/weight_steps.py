@@ -76,6 +76,12 @@ def _last_layers(prepared: Prepared) -> frozenset[str]:
     return frozenset(last)
 
 
+def channel_rows(y: Tensor, operator: WeightedOperator) -> Tensor:
+    """Return what has the shape of a layer's output as [C, positions of all samples]."""
+    last = operator.channels_last
+    return y.reshape(-1, y.shape[-1]).T if last else y.transpose(0, 1).reshape(y.shape[1], -1)
+
+
 class _Chooser:
     """Chooses the step of a layer when it is called for the first time; layers of one weight share it."""
 
@@ -178,12 +184,7 @@ class LayerProblem:
         """Return the output by ``weight`` [C, positions], without the mean of each channel."""
         bare = shell(self.layer, bias=False)
         y: Tensor = torch.func.functional_call(bare, {"weight": weight}, (self.inputs,))
-        channels = y.shape[-1] if self.operator.channels_last else y.shape[1]
-        rows = (
-            y.reshape(-1, channels).T
-            if self.operator.channels_last
-            else y.transpose(0, 1).reshape(channels, -1)
-        )
+        rows = channel_rows(y, self.operator)
         return rows - rows.mean(1, keepdim=True)
 
     def importance(self) -> NDArray[np.float32]:

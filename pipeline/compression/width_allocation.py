@@ -23,7 +23,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ul2q.pipeline.compression.weight_steps import LayerProblem
+from ul2q.pipeline.compression.weight_steps import LayerProblem, channel_rows
 from ul2q.pipeline.config import QuantConfig
 from ul2q.pipeline.graph.folding import master_weight
 from ul2q.pipeline.graph.operators.registry import weighted_operator
@@ -209,6 +209,10 @@ def _gradients(
 ) -> Iterator[dict[str, Tensor]]:
     """Yield, for each random signal, its gradients by the outputs of ``layers`` [C, positions]."""
     generator = torch.Generator().manual_seed(seed)
+    operators = {
+        name: operator for name in layers
+        if (operator := weighted_operator(network.get_submodule(name))) is not None
+    }  # fmt: skip
     for _ in range(signals):
         taps: dict[str, Tensor] = {}
         with torch.enable_grad():
@@ -216,7 +220,7 @@ def _gradients(
             signal = _signal(outputs, task, generator)
             found = torch.autograd.grad(signal, list(taps.values()), allow_unused=True)
         yield {
-            name: _rows(tap if gradient is None else gradient, network.get_submodule(name)).detach()
+            name: channel_rows((tap if gradient is None else gradient).detach(), operators[name])
             for (name, tap), gradient in zip(taps.items(), found, strict=True)
         }
 
@@ -281,13 +285,6 @@ def _root_of_fisher(logits: Tensor, generator: torch.Generator) -> Tensor:
     p = logits.softmax(1)
     scaled = p.sqrt() * noise
     return scaled - p * scaled.sum(1, keepdim=True)
-
-
-def _rows(y: Tensor, layer: nn.Module) -> Tensor:
-    """Return what has the shape of a layer's output as [C, positions]."""
-    operator = weighted_operator(layer)
-    last = operator is not None and operator.channels_last
-    return y.reshape(-1, y.shape[-1]).T if last else y.transpose(0, 1).reshape(y.shape[1], -1)
 
 
 def _run_hooked(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ul2q.pipeline.graph.operators.definition import Node, is_float, is_node, target_name
+from ul2q.pipeline.graph.operators.definition import Node, is_float, is_node, is_number, target_name
 
 #: the input of the activation
 X = "x"
@@ -39,15 +39,11 @@ WITHOUT_CHAIN: dict[str, str] = {
 KERAS_NAMES = {"hardsigmoid": "hard_sigmoid", "hardswish": "hard_silu"}
 
 
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _scaled(x: Any, factor: Any) -> Chain:
     """Return the chain ``factor``·x."""
     if factor == 1:
         return x
-    return x * factor if _number(x) else ("mul", x, float(factor))
+    return x * factor if is_number(x) else ("mul", x, float(factor))
 
 
 def _subtract(a: Any, b: Any, alpha: float = 1) -> Chain:

@@ -53,6 +53,11 @@ def is_node(value: Any) -> bool:
     return hasattr(value, "all_input_nodes")
 
 
+def is_number(value: Any) -> bool:
+    """Return whether an argument of a node is a number."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def is_float(node: Node) -> bool:
     """Return whether the value of ``node`` is a floating-point tensor."""
     value = node.meta.get("val")

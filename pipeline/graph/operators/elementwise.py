@@ -19,6 +19,7 @@ from ul2q.pipeline.graph.operators.definition import (
     Table,
     is_float,
     is_node,
+    is_number,
     target_name,
 )
 from ul2q.pipeline.quantize import arithmetic
@@ -102,8 +103,7 @@ def _terms(node: Node) -> Parameters | None:
 
 def one_code(operand: Any) -> tuple[int, CodeFormat] | None:
     """Return a code and the format in which it is exactly the number ``operand``, or None."""
-    number = isinstance(operand, int | float) and not isinstance(operand, bool)
-    if not number or not np.isfinite(np.float32(operand)):
+    if not is_number(operand) or not np.isfinite(np.float32(operand)):
         return None
     scale = abs(float(np.float32(operand)))
     return (1, CodeFormat(scale or 1.0, 0 if operand else 1)) if operand >= 0 else (0, CodeFormat(scale, 1))

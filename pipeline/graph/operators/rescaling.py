@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ul2q.pipeline.graph.operators.definition import CodeFormat, Node, is_node, target_name
+from ul2q.pipeline.graph.operators.definition import CodeFormat, Node, is_node, is_number, target_name
 
 _PRODUCTS = ("aten.mul.Tensor", "aten.mul.Scalar")
 _QUOTIENTS = ("aten.div.Tensor", "aten.div.Scalar")
@@ -20,7 +20,7 @@ def rescaling(node: Node) -> float | None:
     if name not in _PRODUCTS + _QUOTIENTS or len(args) != 2 or node.kwargs or not is_node(args[0]):
         return None
     number = args[1]
-    if isinstance(number, bool) or not isinstance(number, int | float) or not number:
+    if not is_number(number) or not number:
         return None
     factor = number if name in _PRODUCTS else 1 / number
     return float(factor) if _SMALLEST <= abs(factor) <= _LARGEST else None
